@@ -2,7 +2,7 @@
 //!
 //! - `keys FOLDER HOST`: keys for both sides, that trust each other.
 //! - `sink tcp ADDRESS`, `sink tls ADDRESS FOLDER`, `sink pipe`: takes what comes. Prints `listening ADDRESS`.
-//! - `sink file ADDRESS FOLDER FILE`: takes one file over TLS, writes it, makes it durable, and ends.
+//! - `sink file ADDRESS FOLDER FILE`: takes one file over TLS, writes it past the page cache, makes it durable, and ends.
 //! - `source file ADDRESS CONNECTIONS FOLDER FILE`: reads a file bypassing the page cache, and sends it over TLS.
 //! - `source tcp ADDRESS CONNECTIONS SECONDS CONGESTION`, `source tls ADDRESS CONNECTIONS SECONDS FOLDER`,
 //!   `source ssh HOST SECONDS COMMAND RSH...`: sends, waits until everything has arrived, and prints `BYTES SECONDS`.
@@ -14,8 +14,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use device::Buf;
-use link::{ConnectOptions, Keys, Limits, Link, Listener, Message};
+use device::{Buf, Kind, Piece, Queue, Request};
+use link::{ConnectOptions, Keys, Limits, Link, Listener, Message, Receiver};
 
 type Done<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
@@ -103,12 +103,8 @@ fn sink_file(address: SocketAddr, folder: &Path, file: &Path) -> Done<()> {
     let file = file.to_path_buf();
     listener.run(move |link, _| {
         let taken = || -> Done<()> {
-            let mut out = File::create(&file)?;
             let (tx, rx) = link.split();
-            while let Some(message) = rx.recv()? {
-                out.write_all(&message.body)?;
-            }
-            out.sync_all()?;
+            write_file(&rx, &file)?;
             Ok(tx.finish()?)
         };
         if let Err(error) = taken() {
@@ -116,6 +112,35 @@ fn sink_file(address: SocketAddr, folder: &Path, file: &Path) -> Done<()> {
         }
     });
     Ok(())
+}
+
+/// Writes past the page cache, a few messages at once.
+fn write_file(rx: &Receiver, file: &Path) -> Done<()> {
+    const AT_ONCE: usize = 8;
+    const AHEAD: u64 = 64 << 20;
+    File::create(file)?;
+    let disk = device::open(file, &device::Options { write: true, direct: true, exclusive: false })?;
+    let (mut queue, mut at) = (disk.clone().queue(AT_ONCE as u32)?, 0);
+    let wait = |queue: &mut dyn Queue, most: usize| -> Done<()> {
+        while queue.in_flight() > most {
+            queue.complete(true).ok_or("nothing is on its way")?.result?;
+        }
+        Ok(())
+    };
+    while let Some(Message { body: buf, .. }) = rx.recv()? {
+        let (offset, len) = (at, buf.len() as u64);
+        at += len;
+        if at > disk.len() {
+            disk.resize(at + AHEAD)?;
+        }
+        wait(&mut *queue, AT_ONCE - 1)?;
+        let pieces = [Piece { offset, len }].into_iter().collect();
+        queue.submit(Request { kind: Kind::Write { fua: false }, pieces, buf, token: 0 });
+        queue.start();
+    }
+    wait(&mut *queue, 0)?;
+    disk.resize(at)?;
+    Ok(disk.flush()?)
 }
 
 /// One read of a MiB after the other: nothing runs ahead.

@@ -75,6 +75,86 @@ fn every_command_says_the_same_of_a_replica_whose_file_system_is_not_mounted() {
     }
 }
 
+/// A link has a name of its own, and a device behind it one that the kernel gave: what serves it under the first is found by that.
+#[test]
+fn an_image_behind_a_link_is_found_by_the_name_of_its_export() {
+    let mut scene = Scene::new("behind a link", 4 * MIB);
+    scene.stop();
+    let link = scene.site.path("data.raw");
+    std::os::unix::fs::symlink(&scene.image, &link).expect("a link");
+    let server = scene.site.serve(&[&link], &[]);
+    let sync = |what: &str| scene.site.dsync(["sync", what]).arg(&scene.replica);
+    sync("data").ok();
+    scene.equal();
+    sync("vm").ok();
+    server.stop();
+    sync("data").ok();
+    scene.site.dsync(["demote", "data"]).arg(&scene.replica).ok();
+    // Another name from then on.
+    scene.site.dsync(["promote", "--force"]).arg(&scene.image).ok();
+    scene.site.serve(&[&scene.image], &[]).stop();
+    sync("data").code(1).says(&["no source data"]);
+    // The link leads elsewhere, and a file of that name is there as well.
+    scene.site.serve(&[&link], &[]).stop();
+    let other = scene.site.path("other.raw");
+    image::copy(&scene.image, &other);
+    std::fs::remove_file(&link).and_then(|()| std::os::unix::fs::symlink(&other, &link)).expect("a link");
+    scene.site.serve(&[&link], &[]).stop();
+    let found = || scene.site.dsync(["status", "data", "--json"]).ok().summary()["path"].clone();
+    assert_eq!(found(), other.to_str().expect("a path"));
+    std::fs::create_dir(scene.site.path("own")).expect("a folder");
+    let own = scene.site.path("own/data.raw");
+    image::copy(&scene.image, &own);
+    scene.site.serve(&[&own], &[]).stop();
+    assert_eq!(found(), own.to_str().expect("a path"));
+}
+
+/// Also where nothing is left of it but its state and its entry in the list: a dry run promises nothing that is refused then.
+#[test]
+fn a_replica_whose_file_is_gone_is_begun_anew_or_forgotten() {
+    let scene = Scene::synced("gone for good", 4 * MIB);
+    let whole = scene.site.dsync(["extract", "vm", "--since", "0"]).ok().stdout;
+    let on_replica = |words: &[&str]| scene.site.dsync(words).arg(&scene.replica);
+    let forgotten = |told: &dsync_tests::Output| {
+        scene.site.dsync(quoted(&told.stderr, "dsync forget")).ok();
+    };
+    std::fs::remove_file(&scene.replica).expect("a replica");
+    // Its source knows it, and says both ways out.
+    let missing = scene.sync(&[]).code(4);
+    missing.says(&["is missing", "dsync sync --create"]);
+    forgotten(&missing);
+    let gone = ["the file of replica", "is gone", "--create"];
+    for options in [&[][..], &["-n"], &["--adopt"], &["-n", "--adopt"]] {
+        scene.sync(options).code(4).says(&gone);
+    }
+    // Its host lists it: no command says that there was none.
+    let listed = ["missing", "last at epoch 1", "dsync forget"];
+    for command in ["status", "recover"] {
+        let told = on_replica(&[command]).code(1).stderr;
+        assert!(listed.iter().all(|word| told.contains(word)), "{told}");
+    }
+    on_replica(&["promote", "--force"]).code(4).says(&["is gone", "dsync forget"]);
+    let mut moment = scene.replica.clone().into_os_string();
+    moment.push("@now");
+    scene.site.dsync(["serve", "--socket", "s"]).arg(moment).code(4).says(&["no longer exists"]);
+    let merge = |delta: &[u8]| on_replica(&["merge"]).input(delta);
+    let told = merge(&whole).code(4);
+    told.says(&gone[..2]);
+    forgotten(&told);
+    merge(&whole).ok();
+    scene.equal();
+
+    // One that took over, and is gone: both of what it was is forgotten.
+    on_replica(&["promote", "--force"]).ok();
+    std::fs::remove_file(&scene.replica).expect("a replica");
+    let told = scene.sync(&[]).code(4);
+    told.says(&["was promoted", "is gone"]);
+    forgotten(&told);
+    scene.sync(&[]).ok();
+    scene.equal();
+    assert_eq!(scene.site.dsync(["status", "--check"]).ok().text(), "OK\n");
+}
+
 #[test]
 fn a_replica_on_a_read_only_mount_is_proven_and_not_changed() {
     let what = "a replica on a file system that is mounted read-only";
@@ -189,7 +269,7 @@ fn a_state_directory_that_was_removed_beneath_its_server_is_found_out() {
     let mut scene = Scene::synced("removed state", 4 * MIB);
     std::fs::remove_dir_all(scene.site.state()).expect("the state");
     scene.change(2);
-    scene.sync(&[]).code(4).says(&["--state-dir", "removed", "restart"]);
+    scene.sync(&[]).code(6).says(&["--state-dir", "removed", "restart"]);
     scene.server.take().expect("a server").kill();
     // Nothing is known any more, and nothing is taken for known.
     scene.start();

@@ -121,6 +121,119 @@ fn the_last_word_is_of_one_epoch() {
     far.run(&["promote"]).ok();
 }
 
+/// A disk that was promoted from an earlier epoch does not have what was written since: its source is not told that the switch is done.
+#[test]
+fn who_was_promoted_without_the_last_epoch_has_not_taken_over() {
+    let mut random = Random::new("not taken over");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let (other, mut rounds) = (Host::new(), 0);
+    let mut refused = |from: &Host, to: &Host, told: &Host| {
+        let last = number(&summary(from.run(&["status", "--json"])), "epoch");
+        let refused = from.towards(to, &["demote"]).code(4);
+        let (lacks, told) = (format!("not known to have epoch {last}"), told.disk.display().to_string());
+        refused.says(&["was promoted", &lacks, &told, "promote --force", "is demoted, but"]);
+        rounds += 1;
+    };
+    // Another one was told.
+    near.write([2, 3], &mut random);
+    near.sync(&other, &[]).ok();
+    far.run(&["promote", "--force"]).ok();
+    far.write([7], &mut random);
+    near.towards(&other, &["demote"]).ok();
+    refused(&near, &far, &other);
+    other.run(&["promote"]).ok();
+    refused(&near, &far, &other);
+    tells(&near.towards(&other, &["demote"]).ok(), &["was promoted already (term 2)"]);
+    // It was told itself, and went back before it took over.
+    let last = Host::new();
+    other.write([4], &mut random);
+    other.sync(&last, &["--keep-last", "5"]).ok();
+    let kept = number(&summary(last.run(&["status", "--json"])), "epoch");
+    other.write([5], &mut random);
+    other.towards(&last, &["demote"]).ok();
+    last.run(&["rewind", "--to", &kept.to_string()]).ok();
+    last.run(&["promote", "--force"]).ok();
+    refused(&other, &last, &last);
+    assert_eq!(rounds, 3);
+}
+
+/// A promotion is taken back before anything was written: the next sync makes a replica of the disk again, although it has nothing to send. What
+/// the source writes afterwards is named before it is given up.
+#[test]
+fn a_promotion_that_is_taken_back_leaves_a_replica() {
+    for nothing_since in [true, false] {
+        let mut random = Random::new("a promotion that is taken back");
+        let (near, far) = pair(8 * MIB, &mut random);
+        near.write([1], &mut random);
+        near.sync(&far, &["--keep-last", "5"]).ok();
+        far.run(&["promote", "--force"]).ok();
+        let epoch = number(&summary(near.run(&["status", "--json"])), "epoch").to_string();
+        far.run(&["demote", "--since", &epoch]).ok();
+        if !nothing_since {
+            near.write([2], &mut random);
+        }
+        for _ in 0..2 {
+            assert_eq!(summary(near.sync(&far, &[]))["method"], "tracked");
+        }
+        equal(&near, &far);
+        let status = far.run(&["status"]).ok().text();
+        assert!(status.contains("consistent") && !status.contains("former"), "{status}");
+        far.site.serve(&[&PathBuf::from(format!("{}@now", far.disk.display()))], &[]).stop();
+        near.write([3], &mut random);
+        let refused = far.run(&["promote"]).code(4);
+        refused.says(&["has not said", "gives up what was written there after this epoch"]);
+        assert!(!refused.stderr.contains("loses nothing"), "{refused}");
+        tells(&far.run(&["promote", "--force"]).ok(), &["given up", "dsync demote --since"]);
+    }
+}
+
+/// A promotion was given up: a delta does not say whether it is of that term, so that a merge could leave the disk at an epoch of the term
+/// before, with what it wrote itself.
+#[test]
+fn a_disk_whose_promotion_was_given_up_takes_no_delta_from_a_file() {
+    let mut random = Random::new("a delta for a promotion that was given up");
+    let (near, far) = pair(8 * MIB, &mut random);
+    for wrote in [true, false] {
+        let common = epoch_of(&far).to_string();
+        far.run(&["promote", "--force"]).ok();
+        if wrote {
+            far.write([1, 2], &mut random);
+        }
+        far.run(&["demote", "--since", &common, "--discard"]).ok();
+        near.write([3], &mut random);
+        let delta = near.run(&["extract", "--since", &common]).ok().stdout;
+        let before = std::fs::read(&far.disk).expect("the disk");
+        far.run(&["merge"]).input(delta).code(4).says(&["was promoted to term 2", "given up", "dsync sync"]);
+        assert!(std::fs::read(&far.disk).expect("the disk") == before);
+        near.sync(&far, &[]).ok();
+        equal(&near, &far);
+    }
+}
+
+/// A disk of which it was not known what was written to it, and that was given up before anybody took over, is led back.
+#[test]
+fn a_disk_that_was_demoted_in_doubt_is_led_back_to_be_a_source() {
+    let mut random = Random::new("demoted in doubt");
+    let (near, far) = pair(8 * MIB, &mut random);
+    near.write([2], &mut random);
+    // As if it had been copied.
+    let time = std::fs::FileTimes::new().set_modified(std::time::SystemTime::now());
+    std::fs::File::options()
+        .write(true)
+        .open(&near.disk)
+        .and_then(|file| file.set_times(time))
+        .expect("times");
+    near.run(&["demote"]).code(4).says(&["is not known", "--discard"]);
+    near.run(&["demote", "--discard"]).ok();
+    let told = near.towards(&far, &["demote"]).code(4);
+    told.says(&["without knowing what was written", "was not told", "dsync promote /"]);
+    near.run(&["promote", "--force"]).code(4).says(&["All of it is still on the disk", "dsync forget /"]);
+    near.run(&["forget"]).ok();
+    near.write([3], &mut random);
+    near.sync(&far, &["--adopt"]).ok();
+    equal(&near, &far);
+}
+
 /// The old source returns, with writes that nobody has: they are named, saved, and given up; what moves is what either side wrote.
 #[test]
 fn a_failback_moves_what_either_side_wrote() {
@@ -212,6 +325,49 @@ fn either_of_two_sources_may_be_kept() {
     assert_eq!(summary(near.sync(&far, &[]))["method"], "tracked");
     switch(&near, &far);
     equal(&near, &far);
+}
+
+/// What a disk became stays with it under a new name, whatever its folder is called: what refuses it says that, and what is possible.
+#[test]
+fn a_promoted_disk_that_was_renamed_is_told_what_it_is() {
+    let mut random = Random::new("a promoted disk is renamed");
+    let (_near, far) = pair(4 * MIB, &mut random);
+    far.run(&["promote", "--force"]).ok();
+    let renamed = far.site.path("renamed.raw");
+    std::fs::rename(&far.disk, &renamed).expect("another name");
+    let run = |words: &[&str]| far.site.dsync([words[0]]).arg(&renamed).args(&words[1..]);
+    let refused = run(&["recover"]).code(4);
+    refused.says(&[
+        "was promoted on",
+        "it is a source itself now",
+        &format!("dsync demote {}", renamed.display()),
+    ]);
+    assert!(!refused.stderr.contains("--repair"), "{refused}");
+    run(&["demote", "--discard"]).ok();
+    tells(&run(&["recover"]).ok(), &["the former source"]);
+}
+
+/// The old site was not given up for the way back: the host that took over says so, until it was, or the way back is given up.
+#[test]
+fn a_way_back_that_was_refused_is_reported() {
+    let mut random = Random::new("a way back that is refused");
+    let (near, far) = pair(4 * MIB, &mut random);
+    far.run(&["promote", "--force"]).ok();
+    let check = || far.site.dsync(["status", "--check"]);
+    assert_eq!(check().ok().text(), "OK\n");
+    far.sync(&near, &[]).code(4).says(&["have diverged"]);
+    tells(&check().code(1), &["is not brought up to date", "have diverged", "dsync forget"]);
+    tells(&far.run(&["status"]).ok(), &["first sync has not begun", "have diverged"]);
+    // To look at what differs changes nothing of that.
+    far.towards(&near, &["verify"]);
+    tells(&far.run(&["status"]).ok(), &["first sync has not begun", "have diverged"]);
+    // A mistyped name is none of the source's.
+    let other = Host::with_disk(4 * MIB, &mut random);
+    far.sync(&other, &[]).code(4);
+    assert_eq!(check().code(1).text().lines().count(), 1);
+    near.run(&["demote", "--discard"]).ok();
+    far.sync(&near, &[]).ok();
+    assert_eq!(check().ok().text(), "OK\n");
 }
 
 /// The replica had committed, and its source did not hear of it: the former source stands at either epoch.
@@ -1196,6 +1352,81 @@ fn every_refusal_leads_out() {
     // A replica that somebody has written to, whose source is gone.
     image::scribble(&far.disk, 4 * MIB, 4096, &mut random);
     refused([&far, &near], far.run(&["promote", "--force"]), &["modified outside dsync", "dsync forget"]);
+}
+
+/// A demoted disk that nobody has taken over from was touched: it is led back, and not to a repair from a source that is not there.
+#[test]
+fn a_former_source_that_was_touched_is_led_out() {
+    use std::os::unix::fs::PermissionsExt;
+    let mut random = Random::new("a former source that was touched");
+    let (near, far) = pair(8 * MIB, &mut random);
+    near.run(&["demote"]).ok();
+    refused([&near, &far], near.towards(&far, &["mirror"]), &["was demoted on", "dsync promote"]);
+    std::fs::set_permissions(&near.disk, std::fs::Permissions::from_mode(0o640)).expect("a chmod");
+    let accept = format!("dsync recover --accept {}", near.disk.display());
+    let words = ["was the source until it was demoted", "dsync forget", "sync --adopt", &accept];
+    refused([&near, &far], near.run(&["promote", "--force"]), &words);
+    tells(&near.run(&["recover", "--accept"]).ok(), &["is taken for what it was"]);
+    near.run(&["promote", "--force"]).ok();
+    near.write([3, 4], &mut random);
+    assert_eq!(summary(near.sync(&far, &[]))["method"], "tracked");
+    equal(&near, &far);
+
+    // What was written to it is in no record.
+    near.run(&["demote", "--discard"]).ok();
+    image::scribble(&near.disk, 4 * MIB, 4096, &mut random);
+    let out = near.run(&["promote", "--force"]).code(4);
+    assert!(out.stderr.contains("was the source until") && !out.stderr.contains("--accept"), "{out}");
+    near.run(&["recover", "--accept"]).code(4).says(&["cannot be taken for what it was", "content written"]);
+    near.run(&["forget"]).ok();
+    near.sync(&far, &["--adopt"]).ok();
+    equal(&near, &far);
+    // Who took over overwrites it, where its user says so.
+    near.run(&["demote", "--discard"]).ok();
+    far.run(&["promote", "--force"]).ok();
+    image::scribble(&near.disk, 2 * MIB, 4096, &mut random);
+    far.sync(&near, &[]).code(4).says(&["If another disk was promoted in its place"]);
+    far.sync(&near, &["--adopt"]).ok();
+    equal(&near, &far);
+}
+
+/// What another program wrote to one of two sources is in no record: the command that gives it up is one that is not refused.
+#[test]
+fn what_others_wrote_to_one_of_two_sources_is_not_said_to_be_saved() {
+    let mut random = Random::new("two sources and another program");
+    let (near, far) = pair(8 * MIB, &mut random);
+    far.run(&["promote", "--force"]).ok();
+    far.write([1], &mut random);
+    image::scribble(&near.disk, MIB, 4096, &mut random);
+    let epoch = epoch_of(&near);
+    let give_up = format!("dsync demote --since {epoch} --discard {}", near.disk.display());
+    let words = ["copy", "cannot be saved as a delta", &give_up];
+    let both_say_so = || {
+        refused([&far, &near], far.sync(&near, &[]), &words);
+        refused([&far, &near], near.sync(&far, &[]), &words);
+    };
+    both_say_so();
+    // Once that was compared for a third disk, it is a gap in the history of a disk of which nothing is doubted now.
+    near.sync(&Host::new(), &[]).ok();
+    both_say_so();
+    near.run(&["demote", "--since", &epoch.to_string(), "--discard"]).ok();
+    far.sync(&near, &[]).ok();
+    equal(&near, &far);
+}
+
+/// A promotion was taken back and is made again: what its old source wrote meanwhile is given up as it was then, and named.
+#[test]
+fn a_promotion_that_is_made_again_names_what_it_gives_up() {
+    let mut random = Random::new("a promotion that is made again");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let epoch = epoch_of(&far);
+    far.run(&["promote", "--force"]).ok();
+    far.run(&["demote"]).ok();
+    near.write([3, 4], &mut random);
+    let lost = format!("what its old source wrote after epoch {epoch} is given up");
+    far.run(&["promote"]).code(4).says(&[&lost]);
+    let since = format!("dsync demote --since {epoch} --save FILE");
+    tells(&far.run(&["promote", "--force"]).ok(), &[&lost, &since]);
 }
 
 /// Where there is no room, a source stays the source until there is.

@@ -142,9 +142,9 @@ fn a_replica_that_was_opened_for_writing_and_is_gone_is_begun_anew_or_forgotten(
         std::fs::write(&lineage, text.replacen("\"source\"", mark, 1)).expect("a lineage");
         scene.sync(&[]).code(4).says(&["was opened for writing", "dsync demote"]);
         std::fs::remove_file(&scene.replica).expect("a replica");
-        scene.sync(&[]).output().says(&["is gone", "--create", "dsync forget --replica"]);
+        scene.sync(&[]).output().says(&["is gone", "--create", &format!("dsync forget {replica}")]);
         if forgets {
-            scene.site.dsync(["forget", "--replica", &replica]).ok();
+            scene.site.dsync(["forget", &replica]).ok();
             scene.sync(&[]).code(4).says(&["is missing", "--create"]);
         }
         scene.sync(&["--create"]).ok();

@@ -777,6 +777,7 @@ fn a_group_of_devices_behind_links_takes_over_and_back() {
     shows(&forced, &[way_back, &format!("dsync serve --group db {}/data.raw", dir(&far).display())]);
     let server = write(&far, 3);
     towards(&far, &near, &["sync", "--group", "db"]).code(4).says(&["have diverged", way_back]);
+    shows(&far.dsync(["status", "--check"]).code(1), &["is not brought up to date", "have diverged"]);
     let lost = near.path("lost");
     let since = NAMES.map(|name| format!("--since={name}.raw=1"));
     near.dsync(["demote", "--group", "db", "--trust-device", "--save"]).arg(&lost).args(since).ok();
@@ -889,6 +890,33 @@ fn a_mirror_of_a_group_is_at_one_moment_whenever_it_is_killed() {
     let output = running.output(Duration::from_secs(60));
     assert!(output.status.success(), "{output}");
     shows(&output, &["at common epoch", "commits with"]);
+    two.equal();
+}
+
+/// A server that stays away is waited for, however it ended: it is not held up when it comes back, and is gone on from.
+#[test]
+fn a_mirror_of_a_group_waits_for_its_server() {
+    let mut two = Two::new("the server of a group stays away");
+    let mirror = two.site.dsync(["mirror", "-v", "--group", "db", "--rpo", "1s"]).arg(&two.dir);
+    let mut running = mirror.start();
+    running.wait_to_say("mirroring group db");
+    for killed in [true, false] {
+        let before = running.stderr_so_far().matches("retrying").count();
+        let server = two.server.take().expect("a server");
+        let _ = if killed { server.kill() } else { server.stop() };
+        until("it waits", || {
+            assert!(running.ended().is_none(), "{}", running.stderr_so_far());
+            running.stderr_so_far().matches("retrying").count() >= before + 3
+        });
+        two.start();
+        two.change(0, 50);
+        until("it goes on", || image::first_difference(&two.images[0], &two.replicas()[0]).is_none());
+    }
+    running.signal(rustix::process::Signal::TERM);
+    let output = running.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    shows(&output, &["at common epoch"]);
+    assert!(output.stderr.contains("is not served"), "{output}");
     two.equal();
 }
 
@@ -1124,6 +1152,26 @@ fn given_since(promoted: &Output) -> Vec<String> {
 }
 
 /// The source is gone, and comes back with writes that nobody has.
+/// What was written is still there, and each disk is saved by commands of its own.
+#[test]
+fn a_second_demotion_of_a_group_names_each_disk() {
+    let mut two = Two::new("a group that is demoted twice");
+    two.sync(&[]).ok();
+    two.change(0, 3);
+    two.change(1, 3);
+    two.server.take().expect("a server").stop();
+    let demote = |how: &[&str]| {
+        let since = ["--since", "data.raw=1", "--since", "log.raw=1"];
+        two.site.dsync(["demote", "--group", "db"]).args(since).args(how)
+    };
+    demote(&["--discard"]).ok();
+    let told = demote(&["--save", "lost"]).code(4);
+    for image in &two.images {
+        let shown = image.display();
+        told.says(&[&format!("{shown} was demoted before"), &format!("dsync promote --force {shown}")]);
+    }
+}
+
 #[test]
 fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     let (mut two, there) = (Two::new("a group by force"), FarGroup::new());
@@ -1138,9 +1186,22 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     two.server.take().expect("a server").kill();
     let far = |words: &[&str]| there.far.site.dsync(words);
     let dir = there.dir.display().to_string();
-    shows(&far(&["promote", "-n", "--force", "--group", &dir]).ok(), &["would go on from common epoch"]);
+    // Who looks at a member is named before.
+    let shown = there.dir.join("data.raw@now");
+    let looked_at = there.far.site.serve(&[&shown], &["--writable"]);
+    let planned = far(&["promote", "-n", "--force", "--group", &dir]).ok();
+    planned.says(&["shows epoch", "data.raw to its clients", "--with FILE"]);
+    shows(&planned, &["would go on from common epoch"]);
+    looked_at.stop();
     let promoted = far(&["promote", "--force", "--group", &dir]).ok();
     assert_eq!(together(&there.dir, "promoted"), at);
+    // What it goes on from is a common epoch, and a disk that is served alone is written to without the others.
+    let goes_on = promoted.text().split("goes on from common epoch ").nth(1).expect("an epoch").to_owned();
+    let epoch = goes_on.split(':').next().expect("a number");
+    let past = format!("past its common epoch {epoch}");
+    shows(&far(&["status"]).ok(), &[&past, &format!("last common epoch {epoch}")]);
+    let alone = there.far.site.serve(&[&there.dir.join("data.raw")], &[]).stop();
+    alone.says(&["data.raw is in the group db, and is served without it", "dsync serve --group db"]);
     // It is back: what it wrote is named, saved, and given up on both disks, by the command that both have named.
     let since = given_since(&promoted);
     let refused = there.sync(&two, None).code(4);

@@ -398,7 +398,7 @@ fn a_replica_that_is_away_is_not_made_anew() {
         };
         run(&scene, &[]).code(4).says(&["last synced on", "--create"]);
         let place = scene.site.path(file);
-        scene.site.dsync(["merge"]).arg(&place).input(delta.clone()).code(4).says(&["gone", "--create"]);
+        scene.site.dsync(["merge"]).arg(&place).input(delta.clone()).code(4).says(&["gone", "dsync forget"]);
         scene.change(5);
         std::fs::rename(scene.site.path("kept"), &place).expect("a file");
         run(&scene, &[]).code(4).says(&["--adopt"]);

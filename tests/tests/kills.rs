@@ -222,6 +222,7 @@ fn an_image_that_was_replaced_while_it_is_served() {
     let mut scene = Scene::synced("replaced", 8 * MIB);
     scene.change(3);
     let other = scene.site.image("other.raw", 8 * MIB);
+    image::scribble(&other, 0, MIB, &mut scene.random);
     std::fs::rename(&other, &scene.image).expect("another image in its place");
     let before = fingerprints(&scene.replica);
     refuses(&scene);

@@ -827,11 +827,13 @@ fn a_past_that_was_given_up_is_reported() {
     scene.equal();
     let told = scene.site.dsync(["status", "--check"]).arg(&scene.replica).code(1).text();
     assert!(told.contains("past is given up") && told.contains("none is kept since"), "{told}");
+    assert!(told.contains("until the next sync that brings changes"), "{told}");
     // Kept again: it is still to be known for a day.
     image::scribble(&scene.image, MIB, BLOCK, &mut scene.random);
     scene.sync(&[]).ok();
     let told = scene.site.dsync(["status", "--check"]).arg(&scene.replica).code(1).text();
     assert!(told.contains("past is given up") && !told.contains("none is kept since"), "{told}");
+    assert!(told.contains("a sync with another --keep or --keep-last than before ends it"), "{told}");
     // Whoever asks for something else has seen it.
     scene.sync(&["--keep-last", "2"]).ok();
     assert!(!problems(&scene.site, &[]).contains(&"past-given-up".to_owned()));

@@ -340,6 +340,17 @@ fn a_rewind_of_a_replica_ahead_of_its_epoch_is_taken_back() {
     while image::first_difference(&scene.image, &scene.replica).is_some() {
         std::thread::sleep(Duration::from_millis(50));
     }
+    // Beneath the mirror as well: that it may give up what no other disk has is said before anything is stopped.
+    let listed = scene.site.dsync(["rewind", "--json"]).arg(&scene.replica).ok().summary();
+    let epoch = number(&listed["epoch"], "number");
+    assert_eq!(
+        (&listed["ahead"], number(&listed["moments"][0]["epoch"], "number")),
+        (&true.into(), epoch),
+        "{listed}"
+    );
+    let would =
+        scene.site.dsync(["rewind", "-n", "--to", &epoch.to_string()]).arg(&scene.replica).ok().text();
+    assert!(would.contains(&format!("would go back to epoch {epoch}")), "{would}");
     running.signal(Signal::KILL);
     drop(running);
     let copy = scene.site.path("last.raw");
@@ -448,6 +459,31 @@ fn what_is_kept_is_not_forgotten_by_an_error() {
     scene.sync(&[]).ok();
     let now = moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
     assert_eq!(now[1..], kept);
+}
+
+/// A replica that was moved has left its moments behind: whoever begins another one is told, and who puts it back has them.
+#[test]
+fn a_new_replica_is_not_begun_without_a_word_of_the_moments() {
+    let mut scene = Scene::new("a replica that was moved", SIZE);
+    scene.sync(&["--keep-last", "5"]).ok();
+    scene.change(20);
+    scene.sync(&[]).ok();
+    let (replica, moved) = (scene.replica.clone(), scene.site.path("moved.raw"));
+    std::fs::rename(&replica, &moved).expect("a replica");
+    let warned = |options: &[&str]| {
+        let summary = scene.sync(options).ok().summary();
+        let said = summary["recovered"].as_str().unwrap_or_default().to_owned();
+        assert!(said.contains("without the moments") && said.contains("put it back"), "{said}");
+    };
+    warned(&["--create", "-n"]);
+    let forgotten = scene.site.dsync(["forget", "-n"]).arg(&replica).ok().text();
+    assert!(forgotten.contains("the moment kept by --keep is lost"), "{forgotten}");
+    std::fs::rename(&moved, &replica).expect("a replica");
+    assert_eq!(moments(&rewind_here(&scene, &replica, &[]).ok().summary()).len(), 1);
+    std::fs::remove_file(&replica).expect("a replica");
+    warned(&["--create"]);
+    assert!(moments(&rewind_here(&scene, &replica, &[]).ok().summary()).is_empty());
+    scene.equal();
 }
 
 /// What a disk has lost is mended at the replica's epoch: the moments before stay, and none of them has the damage.
@@ -595,4 +631,33 @@ fn a_replica_that_was_not_written_to_keeps_its_past() {
     assert!(repaired["warnings"].to_string().contains("its past is given up"), "{repaired}");
     assert!(list(&scene).is_empty());
     scene.equal();
+
+    // Its source is gone: its user says that nothing was written, and its times do not tell otherwise.
+    assert!(!past(&mut scene).is_empty());
+    let then = number(&scene.sync(&[]).ok().summary(), "epoch");
+    image::copy(&scene.image, &copy);
+    scene.change(50);
+    scene.sync(&[]).ok();
+    let kept = list(&scene);
+    std::fs::remove_file(&scene.image).expect("the source is gone");
+    let rewind = |scene: &Scene| rewind_here(scene, &scene.replica, &["--to", &then.to_string()]);
+    let accept = |scene: &Scene| scene.site.dsync(["recover", "--accept"]).arg(&scene.replica);
+    chmod(&scene, 0o640);
+    rewind(&scene).code(4).says(&["dsync recover --accept"]);
+    accept(&scene).ok();
+    assert_eq!(list(&scene), kept);
+    // As "cp -a" brings it back.
+    let other = scene.site.path("copied.raw");
+    let known = std::fs::metadata(&scene.replica).and_then(|known| known.modified()).expect("a time");
+    image::copy(&scene.replica, &other);
+    let copied = std::fs::File::options().write(true).open(&other).expect("the copy");
+    copied.set_times(std::fs::FileTimes::new().set_modified(known)).expect("a time");
+    std::fs::rename(&other, &scene.replica).expect("a restore");
+    rewind(&scene).code(4).says(&["dsync recover --accept"]);
+    accept(&scene).ok();
+    rewind(&scene).ok();
+    assert_holds(&scene.replica, &copy);
+    touch(&scene);
+    let refused = accept(&scene).code(4);
+    refused.says(&["cannot be taken for what it was", "content written"]);
 }

@@ -300,6 +300,33 @@ fn a_disk_is_restored_from_its_replica() {
     assert_eq!(number(&summary, "blocks_changed"), 0, "{summary}");
 }
 
+/// A lost disk was made anew, without content: no method empties the replica, which is brought back as the message says.
+#[test]
+fn an_empty_file_in_the_place_of_a_lost_disk_does_not_empty_its_replica() {
+    let mut scene = Scene::new("an empty file", 8 * MIB);
+    scene.stop();
+    let (image, replica) = (scene.image.clone(), scene.site.path("replica.raw"));
+    let run = |command: &[&str], from: &Path, to: &Path| scene.site.dsync(command).arg(from).arg(to);
+    run(&["sync"], &image, &replica).ok();
+    let whole = std::fs::read(&replica).expect("a replica");
+    std::fs::remove_file(&image).expect("a disk");
+    image::sparse(&image, 8 * MIB);
+    for method in ["sync", "sync -n", "sync --method compare", "sync --method copy", "verify --repair"] {
+        let command: Vec<&str> = method.split(' ').collect();
+        run(&command, &image, &replica).code(4).says(&["is empty", "may be the only copy", "--adopt"]);
+        assert!(std::fs::read(&replica).expect("a replica") == whole, "{method}");
+    }
+    run(&["sync", "--adopt"], &replica, &image).ok();
+    assert!(std::fs::read(&image).expect("a disk") == whole);
+    // One that is meant to be empty.
+    let (other, copy) = (scene.site.path("other.raw"), scene.site.path("copy.raw"));
+    image::sparse(&other, MIB);
+    run(&["sync"], &other, &copy).ok();
+    std::fs::remove_file(&other).expect("a disk");
+    image::sparse(&other, MIB);
+    run(&["sync"], &other, &copy).ok();
+}
+
 #[test]
 fn a_write_to_the_replica_is_noticed() {
     let mut pulling = Pulling::synced("a foreign write between pulls", 32 * MIB);

@@ -630,3 +630,42 @@ fn root_follows_no_link_of_the_owner_of_a_replica() {
     }
     scene.site.dsync(["recover"]).arg(&scene.replica).ok();
 }
+
+/// A file system may stamp its files to the second. What is written in the second of a commit is noticed all the same, at either end.
+#[test]
+fn writes_are_noticed_where_times_are_whole_seconds() {
+    let what = "a replica on an ext4 whose times are whole seconds";
+    if !need_root(what) || !need(&["mkfs.ext4"], what) {
+        return;
+    }
+    let mut random = Random::new(what);
+    let site = Site::new();
+    let (image, place) = (site.path("fs.img"), site.path("fs"));
+    image::sparse(&image, 64 * MIB);
+    Run::new("mkfs.ext4").args(["-q", "-F", "-I", "128"]).arg(&image).ok();
+    std::fs::create_dir(&place).expect("a folder");
+    let Some(device) = Loop::new(&image) else { return skipped(what, "there is no loop device") };
+    let Some(_mounted) = Mount::new(&[], device.device(), &place) else {
+        return skipped(what, "it cannot be mounted");
+    };
+    let (source, replica) = (place.join("a.raw"), place.join("b.raw"));
+    image::sparse(&source, 4 * MIB);
+    image::scribble(&source, 0, MIB, &mut random);
+    let sync = |options: &[&str]| site.dsync(["sync"]).arg(&source).arg(&replica).args(options);
+    let begin_of_second = || {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a time");
+        std::thread::sleep(Duration::from_secs(1) - Duration::from_nanos(now.subsec_nanos().into()));
+    };
+    sync(&[]).ok();
+    for block in 0..3 {
+        begin_of_second();
+        sync(&[]).ok();
+        image::scribble(&source, block * 4096, 4096, &mut random);
+        sync(&[]).ok();
+        image::assert_equal(&source, &replica);
+        image::scribble(&replica, MIB + block * 4096, 4096, &mut random);
+        sync(&[]).code(4).says(&["modified outside dsync"]);
+        sync(&["--adopt"]).ok();
+        image::assert_equal(&source, &replica);
+    }
+}

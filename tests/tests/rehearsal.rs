@@ -281,7 +281,10 @@ fn who_reads_loses_and_who_commits_does_not() {
     assert!(!scene.site.dsync(["status"]).arg(&scene.replica).ok().text().contains("process"));
     // So does a promotion.
     let mut server = rehearse(&scene, "now", &[]);
-    scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
+    // Named before, as what its clients have written cannot be kept afterwards.
+    for words in [&["promote", "--force", "-n"][..], &["promote", "--force"]] {
+        scene.site.dsync(words).arg(&scene.replica).ok().says(&["shows epoch", "I/O errors", "--with FILE"]);
+    }
     waits_to_warn(&mut server, "the replica was promoted");
     refused(&scene, "now", &["promoted"]);
     drop(server);
@@ -474,6 +477,29 @@ fn what_was_written_is_saved_where_the_moment_is_lost() {
     let mut expected = before;
     expected[MIB as usize + 100..][..5000].copy_from_slice(&written);
     assert!(std::fs::read(&scene.replica).expect("the disk") == expected);
+}
+
+/// A replica is not promoted while what is written to its rehearsal is to be saved; where the promotion began before, the last words say so.
+#[test]
+fn a_rehearsal_that_is_saved_is_not_lost_to_a_promotion() {
+    let mut scene = Scene::new("saved and promoted", 8 * MIB);
+    scene.sync(&[]).ok();
+    let file = scene.site.path("try.delta");
+    let server = rehearse(&scene, "now", &["--writable", "--save", file.to_str().expect("a path")]);
+    let mut client = server.client("vm");
+    let written = scene.random.bytes(MIB as usize);
+    client.write(2 * MIB, &written).expect("a write");
+    let promote =
+        |options: &[&str]| scene.site.dsync(["promote", "--force"]).args(options).arg(&scene.replica);
+    promote(&["-n"]).ok();
+    promote(&[]).code(4).says(&["saves what is written to it", "Stop that server first", "--with FILE"]);
+    let with = ["--with", file.to_str().expect("a path")];
+    promote(&with).code(4).says(&["is not there yet", "Stop that server first"]);
+    assert!(client.read(2 * MIB, MIB as u32).expect("what was written") == written);
+    client.close().expect("the end");
+    server.stop().says(&["is saved in", "--with"]);
+    promote(&with).ok();
+    assert!(std::fs::read(&scene.replica).expect("the disk")[2 * MIB as usize..][..MIB as usize] == written);
 }
 
 /// There is no room any more when the server stops: it waits until there is some.

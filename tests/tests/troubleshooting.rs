@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 
 /// What a message begins with in the sources: the text of a kind of error, a refusal that is made where it arises, and a
 /// reason that is put into a sentence.
-const BEGINS: [&str; 17] = [
+const BEGINS: [&str; 18] = [
     "#[error(",
     "ReplicaError::Refused(",
     "ReplicaError::Away(",
     "SyncError::Refused(",
+    "SyncError::Diverged(",
     "SyncError::Away(",
     "SourceError::Refused(",
     "SourceError::Unknown(",

@@ -62,6 +62,11 @@ impl Line {
         !self.whole && self.terms.is_empty()
     }
 
+    /// The last promotion; `None` if there was none, or none is known.
+    pub fn last(&self) -> Option<&Term> {
+        self.terms.last()
+    }
+
     /// False for a line that no dsync writes.
     pub fn is_sound(&self) -> bool {
         self.terms.len() <= Line::MOST
@@ -106,6 +111,14 @@ impl Line {
             // A later one may have begun at an earlier epoch.
             _ => Some(ours.iter().chain(theirs).all(upto)),
         }
+    }
+
+    /// True if the source with this line went on from this very epoch of the last term of `other`, and has it in its past still.
+    pub fn goes_on_from(&self, other: &Line, epoch: &Epoch) -> bool {
+        let Some((ours, [])) = self.fork(other) else { return false };
+        // A later one may have begun at an earlier epoch, to which a replica was rewound.
+        ours.first().is_some_and(|next| next.began == *epoch)
+            && ours.iter().all(|term| term.began.number >= epoch.number)
     }
 
     /// Whether all that was ever written in the last term of `other` is in the past of a source with this line; `None` if the lines do
@@ -165,6 +178,30 @@ mod tests {
             assert_eq!(found(&other, &one), common, "{one:?} {other:?}");
             assert_eq!(found(&one, &Line::default()), None);
         }
+    }
+
+    #[test]
+    fn a_promotion_goes_on_from_one_epoch() {
+        for (source, demoted, at, goes_on) in [
+            ("2a5!", "", 5, true),
+            ("2a5", "", 5, true),
+            ("2a5 3b9", "", 5, true),
+            ("2a5 3b9", "2a5", 9, true),
+            // From an earlier epoch, or not from this disk's term at all.
+            ("2a4", "", 5, false),
+            ("2a5", "", 6, false),
+            ("2a5", "2a5", 9, false),
+            ("2c5 3b9", "2a5", 9, false),
+            // It was rewound since.
+            ("2a5 3b4", "", 5, false),
+        ] {
+            assert_eq!(
+                line(source).goes_on_from(&line(demoted), &epoch(at)),
+                goes_on,
+                "{source} {demoted} {at}"
+            );
+        }
+        assert!(!line("2a5").goes_on_from(&Line::default(), &epoch(5)));
     }
 
     #[test]

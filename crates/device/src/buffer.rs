@@ -113,7 +113,7 @@ unsafe impl Send for FreeBlock {}
 const SMALLEST_KEPT: usize = 64 << 10;
 const CLASSES: usize = 7;
 /// In bytes, for all classes together.
-const MOST_KEPT: usize = 16 << 20;
+const MOST_KEPT: usize = 24 << 20;
 
 static KEPT: [Mutex<Vec<FreeBlock>>; CLASSES] = [const { Mutex::new(Vec::new()) }; CLASSES];
 static KEPT_BYTES: AtomicUsize = AtomicUsize::new(0);

@@ -94,9 +94,11 @@ impl DeviceError {
         self.kind == DeviceErrorKind::InUse
     }
 
-    /// True if it is locked by a program that cannot be found: one that was killed, and is about to let go, or one of another host.
+    /// True if it is locked by dsync itself, or by a program that cannot be found: one that was killed, and is about to let go, or one of
+    /// another host.
     pub fn is_busy(&self) -> bool {
-        self.is_refusal() && self.doing == "lock" && !self.why.contains(" (")
+        let known = self.why.contains(" (") && self.dsync_holder().is_none();
+        self.is_refusal() && self.doing == "lock" && !known
     }
 
     /// The process of dsync itself that has it open, if that is what forbids it.

@@ -85,6 +85,14 @@ pub fn adopt(file: File, path: &Path, options: &Options) -> Result<Arc<dyn Disk>
     Ok(Arc::new(FileDisk::adopt(file, path, options)?))
 }
 
+/// Makes a disk of a file that is open for writing, whose whole pages are written past the page cache. `None` where that is not supported.
+pub(crate) fn past_cache(file: File) -> Option<Arc<dyn Disk>> {
+    let path = std::fs::read_link(by_descriptor(&file)).ok()?;
+    let options = Options { write: true, direct: true, exclusive: false };
+    let disk = FileDisk::adopt(file, &path, &options).ok()?;
+    disk.direct().is_some().then(|| Arc::new(disk) as Arc<dyn Disk>)
+}
+
 fn not_a_disk(path: &Path, kind: std::fs::FileType) -> Option<DeviceError> {
     let what = if kind.is_file() || kind.is_block_device() {
         return None;

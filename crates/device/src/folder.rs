@@ -16,6 +16,8 @@ use rustix::fs::{AtFlags, Mode, OFlags, openat, renameat, statat, unlinkat};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::disk::Disk;
+
 /// A folder of state files. Names are plain file names.
 pub trait Folder: Send + Sync {
     /// Opens a file for reading and writing. `NotFound` if it is missing, unless `create` is set.
@@ -70,6 +72,10 @@ pub trait StateFile: Send + Sync {
     fn write_back(&self, _offset: u64, _len: u64) {}
     /// Drops what the page cache holds of a range that is durable already. A hint.
     fn uncache(&self, _offset: u64, _len: u64) {}
+    /// The same file as a disk that is written past the page cache, in whole pages. `None` where that is not supported.
+    fn past_cache(&self) -> Option<Arc<dyn Disk>> {
+        None
+    }
 }
 
 /// Puts `content` in place of the file `name`, durably and whole: after a crash the old or the new content is there.
@@ -327,6 +333,10 @@ impl StateFile for RealFile {
     fn uncache(&self, offset: u64, len: u64) {
         let len = std::num::NonZeroU64::new(len);
         let _ = rustix::fs::fadvise(&self.file, offset, len, rustix::fs::Advice::DontNeed);
+    }
+    fn past_cache(&self) -> Option<Arc<dyn Disk>> {
+        self.writable().ok()?;
+        crate::file::past_cache(self.file.try_clone().ok()?)
     }
 }
 

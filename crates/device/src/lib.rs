@@ -50,7 +50,7 @@ mod written;
 
 pub use bell::Bell;
 pub use buffer::Buf;
-pub use clock::{Boot, Clock, Life};
+pub use clock::{Boot, Clock, Life, grain, stamps_apart};
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
 pub use file::{Options, adopt, open, open_without_uring};

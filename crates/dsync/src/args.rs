@@ -247,9 +247,10 @@ pub(crate) enum Command {
     Verify(Verify),
 
     /// Complete or roll back an interrupted commit, then report the state of a replica
-    #[command(
-        after_help = "Example:\n  dsync recover /srv/vm.raw\n\nEvery command that opens a replica does the same."
-    )]
+    #[command(after_help = "Examples:\n  \
+            dsync recover /srv/vm.raw             complete what was interrupted; every command that opens a replica does\n  \
+            dsync recover --accept /srv/vm.raw    its owner, mode or name was changed, or \"cp -a\" brought it back, and its\n                                        \
+            source is not there to compare it with: take it for what it was, with its past")]
     Recover(Recover),
 
     /// Bring a replica back to an earlier moment, or list the moments that were kept
@@ -1085,6 +1086,10 @@ pub(crate) struct Recover {
     /// Path of the replica
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
+    /// Take a replica that was changed outside dsync for what it was. You say that nothing was written to it; it is refused if the time of its
+    /// content, or its size, is another one. Where its source is there, use "dsync verify --repair", which compares it
+    #[arg(long)]
+    pub accept: bool,
     /// Directory for the state and journal of the replica
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use replica::ReplicaError;
+use replica::{Reader, ReplicaError};
 use source::{Handle, StateDir};
 use sync::{
     Class, DemoteOptions, DemoteSummary, LastWord, PromoteOptions, Promotion, Summary, SyncError, SyncOptions,
@@ -33,11 +33,43 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         journal_dir: args.journal_dir.clone(),
         with: args.with.clone(),
     };
+    if options.with.is_none() {
+        let opening = sync::open_options(options.journal_dir.as_deref(), state);
+        heed_rehearsals(&path, &opening, options.dry_run, output)?;
+    }
     let promotion = sync::promote(state, &path, &options)
         .map_err(|error| not_promoted(error, &path, has_begun(&path, &options, state)))?;
     promotion.recovered.iter().for_each(|recovered| output.warn(recovered));
     say_promotion(&promotion, output);
     output.summary(&promotion);
+    Ok(())
+}
+
+/// What is written to a rehearsal under way cannot be made real any more once the replica is promoted without it.
+///
+/// # Errors
+/// Refused if that is to be saved, unless it is a dry run.
+pub(crate) fn heed_rehearsals(
+    path: &Path,
+    options: &replica::Options,
+    dry_run: bool,
+    output: &Output,
+) -> Result<()> {
+    let readers = replica::readers(path, options).unwrap_or_default();
+    for Reader { process, epoch, saves, .. } in readers.iter().filter(|reader| reader.lost.is_none()) {
+        let path = path.display();
+        if *saves && !dry_run {
+            return Err(Failure::refused(format!(
+                "process {process} serves a rehearsal of {path} at epoch {epoch}, and saves what is written to it: once {path} is promoted, that can \
+                 be made real no more. Stop that server first. Then promote with \"--with FILE\", which it has saved, or without, and delete FILE"
+            ))
+            .into());
+        }
+        output.warn(&format!(
+            "process {process} shows epoch {epoch} of {path} to its clients, which get I/O errors after the promotion. What they have written to a \
+             rehearsal can be kept only by stopping that server first, and promoting with \"--with FILE\", which it has saved"
+        ));
+    }
     Ok(())
 }
 
@@ -58,7 +90,7 @@ pub(crate) fn not_promoted(error: SyncError, path: &Path, has_begun: bool) -> an
             "{path} cannot be promoted while a sync or a mirror to it is under way: stop that where its source is. If that host is \
              gone, end the process here: what it has committed stays"
         ),
-        SyncError::Replica(ReplicaError::Changed { path, .. }) => format!(
+        SyncError::Replica(ReplicaError::Changed { path, former: false, .. }) => format!(
             "{0} cannot be promoted, because it may hold what its source never was. If its source is gone, \"dsync forget {0}\" makes \
              it a plain disk as it is",
             path.display()
@@ -75,7 +107,7 @@ pub(crate) fn not_promoted(error: SyncError, path: &Path, has_begun: bool) -> an
 }
 
 pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
-    let way_back = format!("dsync demote --since {} --save FILE SRC", promotion.epoch);
+    let way_back = format!("dsync demote --since {} --save FILE SRC", promotion.common());
     let rewind = format!("dsync rewind {}", promotion.path.display());
     say_promotion_with(promotion, (&way_back, &rewind), output);
     let Some((name, dir)) = &promotion.group else { return };
@@ -146,6 +178,14 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, (demote, rewind): (&str,
     }
     if promotion.released {
         output.say("  its old source has ended there: nothing that was written to it is lost");
+        return;
+    }
+    if let Some(term) = &promotion.gave_up {
+        output.say(&format!(
+            "  nothing that was written to it is lost; what its old source wrote after epoch {} is given up, as it was when this disk was promoted to \
+             term {}. If that source returns, run \"{demote}\" there before anything uses it",
+            term.began.number, term.number
+        ));
         return;
     }
     if promotion.former {
@@ -290,6 +330,9 @@ fn tell(
 ) -> Result<()> {
     let (_, name) = ends.destination.place()?;
     let Some(released) = summary.released else {
+        if summary.bytes_unsure.is_none() {
+            return Err(unknown_since(&summary.path, &name).into());
+        }
         return Err(Failure::refused(format!(
             "{0} is demoted, with writes that {name} may not have. If {name} was not promoted, \"dsync promote --force {0}\" makes this the source again \
              and loses nothing; then run this command again, which sends them. If it was promoted, sync from it; if it is to take over without them, \
@@ -317,6 +360,16 @@ fn tell(
         }
     });
     Ok(())
+}
+
+/// Why a replica is not told that there was no more, by a disk that was demoted without knowing what was written to it.
+pub(crate) fn unknown_since(path: &Path, name: &str) -> Failure {
+    let path = path.display();
+    Failure::refused(format!(
+        "{path} was demoted without knowing what was written to it, so {name} was not told that it has all. If {name} is to take over without those \
+         writes, promote it with --force; copy {path} first if they are wanted, as the next sync to it overwrites what differs. If {path} is to remain \
+         the source, \"dsync promote {path}\" says how"
+    ))
 }
 
 pub(crate) fn say_demotion(summary: &DemoteSummary, output: &Output) {

@@ -45,7 +45,10 @@ pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Res
     }
     match state.source(&args.what)? {
         Some((place, about)) if args.journal_dir.is_none() && !args.replica => {
-            refuse_both(&args.what, &about, state)?;
+            if is_replica(&args.what, state) {
+                refuse_both(&args.what, &about)?;
+                replica(args, state, output)?;
+            }
             source(&place, &about, args.dry_run, state, output)
         }
         _ => replica(args, state, output),
@@ -65,10 +68,15 @@ fn group(name: &str, what: &str, dry_run: bool, state: &StateDir, output: &Outpu
     Ok(())
 }
 
-/// Refuses a path that is a source and a replica: one was meant, and the other is not to be lost.
-fn refuse_both(what: &str, about: &About, state: &StateDir) -> Result<()> {
+fn is_replica(what: &str, state: &StateDir) -> bool {
     let options = sync::open_options(None, state);
-    if replica::inspect(&std::path::absolute(what)?, &options).is_ok_and(|lineage| lineage.is_some()) {
+    let lineage = std::path::absolute(what).map(|path| replica::inspect(&path, &options));
+    lineage.is_ok_and(|lineage| lineage.is_ok_and(|lineage| lineage.is_some()))
+}
+
+/// Refuses a path that is a source and a replica: one was meant, and the other is not to be lost. Of a disk that is gone, neither is of use.
+fn refuse_both(what: &str, about: &About) -> Result<()> {
+    if about.path.exists() {
         bail!(Failure::refused(format!(
             "{what} is a source and a replica: run \"dsync forget --replica {what}\" to forget that it is a replica, or \"dsync forget \
              {}\" to forget the source",
@@ -166,6 +174,9 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
             args.what
         )));
     }
+    let is_gone = !path.exists();
+    // Opened, what is gone knows nothing of its moments.
+    let kept_of_gone = is_gone.then(|| replica::history(&path, &options)).transpose();
     // Opening it completes an interrupted commit, so that the file that stays is consistent if possible. What others have written to it
     // stays, too.
     let open = |adopt| Replica::open(&path, &replica::Options { doubt: true, adopt, ..options.clone() });
@@ -182,31 +193,43 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     };
     let status = replica.status();
     let state = match status.epoch {
-        _ if !path.exists() => "is gone".to_owned(),
         _ if status.state == replica::State::Incomplete => "remains incomplete".to_owned(),
         Some(epoch) => format!("remains as it is, at epoch {}", epoch.number),
         None => "remains as it is".to_owned(),
     };
-    let moments = replica.history().map_or(0, |history| history.moments.len());
+    let history = kept_of_gone.and_then(|kept| kept.map_or_else(|| replica.history(), Ok));
+    let moments = history.map_or(0, |history| history.moments.len());
     if !args.dry_run {
         replica.disown()?;
         known.remove(&listed)?;
+    }
+    if is_gone {
+        let cost = format!(
+            "its file is gone, and a \"dsync sync\" to it begins a new replica{}",
+            lost_past(moments)
+        );
+        Forgotten { kind: "replica", path: &path, bookmark: None, cost, dry_run: args.dry_run }.say(output);
+        return Ok(());
     }
     forgotten(&path, &state, moments, args.dry_run, output)
 }
 
 /// Says that a replica is forgotten, and what becomes of its file and of the moments that are kept.
 fn forgotten(path: &Path, state: &str, moments: usize, dry_run: bool, output: &Output) -> Result<()> {
-    let past = match moments {
-        0 => "",
-        1 => "; the moment kept by --keep is lost",
-        _ => "; the moments kept by --keep are lost",
-    };
+    let past = lost_past(moments);
     let cost = format!(
         "the file {state}; the next \"dsync sync\" to it needs --adopt and compares everything{past}"
     );
     Forgotten { kind: "replica", path, bookmark: None, cost, dry_run }.say(output);
     Ok(())
+}
+
+fn lost_past(moments: usize) -> &'static str {
+    match moments {
+        0 => "",
+        1 => "; the moment kept by --keep is lost",
+        _ => "; the moments kept by --keep are lost",
+    }
 }
 
 /// Forgets a replica of which nothing but its entry in the list is left.

@@ -102,7 +102,7 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
     };
     let turns = Turns::default();
     let mirror = GroupMirror {
-        attach: &mut || sync::attach_group(state, name, &source::SourceOptions::default()),
+        attach: &mut || sync::follow_group(state, name),
         connect: &mut || receiving.connect(&destination, &args.far, state),
         dir: &dir,
         name: &shown,

@@ -10,8 +10,8 @@ use sync::{
 };
 
 use crate::args;
-use crate::failover::{self, not_promoted, say_demotion, say_promotion_with};
-use crate::failure::Failure;
+use crate::failover::{self, not_promoted, say_demotion, say_promotion_with, unknown_since};
+use crate::failure::{self, Failure};
 use crate::group_command::tell;
 use crate::location::{self, Ends, Location};
 use crate::output::Output;
@@ -25,9 +25,10 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     location::refuse_host(&args.replica, "promote --group")?;
     let dir = std::path::absolute(&args.replica)?;
     let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
+    heed_rehearsals(&dir, state, args.dry_run, output)?;
     let promotion =
         sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir, true))?;
-    let epochs = promotion.members.iter().map(|member| (member.file.as_str(), member.epoch));
+    let epochs = promotion.members.iter().map(|member| (member.file.as_str(), member.common()));
     let way_back = sync::demotion_since(&promotion.group, epochs);
     let rewind = format!("dsync rewind --group {}", dir.display());
     for member in &promotion.members {
@@ -49,6 +50,19 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         ),
     });
     output.summary(&promotion);
+    Ok(())
+}
+
+/// Heeds who shows the members of a group in a folder, as far as they are listed on this host.
+fn heed_rehearsals(dir: &Path, state: &StateDir, dry_run: bool, output: &Output) -> Result<()> {
+    let in_group = |known: &replica::KnownReplica| {
+        known.path.parent() == Some(dir)
+            && known.lineage.as_ref().is_some_and(|lineage| lineage.group.is_some())
+    };
+    let known = sync::known_replicas(state).all().unwrap_or_default();
+    for member in known.iter().filter(|known| in_group(known)) {
+        failover::heed_rehearsals(&member.path, &sync::open_options(None, state), dry_run, output)?;
+    }
     Ok(())
 }
 
@@ -169,6 +183,9 @@ impl Demoting<'_> {
         let destination = destination.within(Path::new(&summary.file));
         let (_, name) = destination.place()?;
         let Some(released) = summary.released else {
+            if summary.bytes_unsure.is_none() {
+                return Err(unknown_since(&summary.path, &name).into());
+            }
             return Err(Failure::refused(format!(
                 "{path} is demoted, with writes that {name} may not have. If the group there was not promoted, \"dsync promote --force {path}\" \
                  makes this the source again and loses nothing, and so for each disk of the group; then run this command again, which sends them. If it \
@@ -182,9 +199,11 @@ impl Demoting<'_> {
             word.give(link, path, name, &None)
         });
         let promoted = told.map_err(|error| {
-            error.context(format!(
-                "{path} is demoted, but {name} could not be told: run the command again, so that it can be promoted without --force"
-            ))
+            let again = match failure::code(&error) {
+                failure::REFUSED => "",
+                _ => ": run the command again, so that it can be promoted without --force",
+            };
+            error.context(format!("{path} is demoted, but {name} was not told so{again}"))
         })?;
         if let Some(term) = promoted {
             self.output.say(&format!("{name} was promoted already (term {term})"));

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use source::{Handle, StateDir};
+use source::StateDir;
 use sync::{
     Batching, CutHook, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncError, SyncOptions, Turns, Way,
 };
@@ -91,7 +91,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     let mut attached = false;
     let mirror = Mirror {
         attach: &mut || {
-            let handle = Handle::attach_followed(state, &args.source)?;
+            let handle = sync::follow(state, &args.source)?;
             if !std::mem::replace(&mut attached, true) {
                 effect::on_mirror(&handle, args, output);
             }

@@ -281,14 +281,20 @@ fn of_failing(source: &SourceStatus, replica: &Lacking) -> Option<Problem> {
     Some(Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem })
 }
 
-/// A replica of which no copy was ever complete.
+/// A replica of which no copy was ever complete, or another disk of the source that was not given up for it.
 fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
     let (path, name) = (source.path.display(), &tally.replica);
-    let how = first_copy(tally);
-    let message = format!(
-        "replica is incomplete: the first copy of {path} to {name} {how}; to give it up: dsync forget {path} {name}"
-    );
-    let problem = Problem::of("incomplete", message);
+    let (how, out) = (first_copy(tally), format!("to give it up: dsync forget {path} {name}"));
+    let problem = match tally.refused {
+        true => Problem::of(
+            "failing",
+            format!("replica is not brought up to date: the first sync of {path} to {name} {how}; {out}"),
+        ),
+        false => Problem::of(
+            "incomplete",
+            format!("replica is incomplete: the first copy of {path} to {name} {how}; {out}"),
+        ),
+    };
     Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem }
 }
 
@@ -386,17 +392,23 @@ fn of_diverged(known: &KnownReplica) -> Option<Problem> {
     Some(Problem { replica: Some(path.to_string()), ..Problem::of("diverged", message) })
 }
 
-/// A past that is asked for, and was given up: that is told for a day, and for as long as there is no other.
+/// A past that is asked for, and was given up: that is told for a day, and for as long as there is no other, unless another one is asked for.
 fn of_past(known: &KnownReplica) -> Option<Problem> {
     let (path, given_up) = (known.path.display(), known.past.given_up.as_ref()?);
     let recent = now().as_secs().saturating_sub(given_up.at) < 24 * 60 * 60;
     if !recent && !known.past.is_empty {
         return None;
     }
-    let left = if known.past.is_empty { ", and none is kept since" } else { "" };
+    let (left, ends) = match known.past.is_empty {
+        true => (
+            ", and none is kept since",
+            "until the next sync that brings changes keeps a moment, and for a day at least",
+        ),
+        false => ("", "for a day; moments are kept again"),
+    };
     let message = format!(
-        "past is given up: what --keep had kept of {path} cannot be reached since {}{left}, because {}; what is synced from now on is \
-         kept again: if the reason is lack of space, free some there or keep less",
+        "past is given up: what --keep had kept of {path} cannot be reached since {}{left}, because {}: if the reason is lack of space, free some \
+         there or keep less; if it is a block that cannot be read, that disk is failing. This is reported {ends}; a sync with another --keep or --keep-last than before ends it now",
         device::moment(given_up.at),
         given_up.why
     );

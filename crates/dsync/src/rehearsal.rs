@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use device::{Disk, NewFile, Overlay};
-use replica::{Options, View, Wanted};
+use replica::{Options, ReplicaError, View, Wanted};
 use source::{SourceError, StateDir};
 
 use crate::group_rewind::choose_common;
@@ -141,17 +141,25 @@ impl Rehearsal {
                 return Err(no_replica(&path, state)?);
             }
         }
-        let to = match moment {
-            NOW => None,
-            moment => choose(&path, &replica::history(&path, &options)?, moment)?.map(|moment| moment.state),
-        };
-        Rehearsal::of(View::open(&path, &options, to)?, args)
+        let view = (|| {
+            let to = match moment {
+                NOW => None,
+                moment => {
+                    choose(&path, &replica::history(&path, &options)?, moment)?.map(|moment| moment.state)
+                }
+            };
+            Ok(View::open(&path, &options, to)?)
+        })();
+        Rehearsal::of(view.map_err(|error| of_a_source(error, &path))?, args)
     }
 
     /// Of a replica that was opened at a moment.
     fn of(view: View, args: &args::Serve) -> Result<Rehearsal> {
         let view = Arc::new(view);
         let save = args.save.as_deref().map(begin_saving).transpose()?.map(Arc::new);
+        if save.is_some() {
+            view.tell(0, true);
+        }
         let overlay = match (args.writable, &args.overlay) {
             (false, _) => None,
             (true, folder) => Some(overlay(&view, folder.as_deref())?),
@@ -201,7 +209,7 @@ impl Rehearsal {
     fn tell(&self) {
         let taken = self.overlay.as_ref().and_then(|overlay| overlay.taken().ok()).unwrap_or(0);
         if self.told.swap(taken, SeqCst) != taken {
-            self.view.tell(taken);
+            self.view.tell(taken, self.save.is_some());
         }
     }
 
@@ -296,6 +304,11 @@ impl Rehearsal {
             }
         };
         let (name, bytes) = (name.display(), units::size(bytes));
+        if self.view.is_promoted() {
+            return Ok(Some(format!(
+                "what was written to {replica} is saved in {name} ({bytes}), but {replica} was promoted without it, and does not take it any more"
+            )));
+        }
         Ok(Some(format!(
             "what was written to {replica} is saved in {name} ({bytes}): \"dsync promote --force {replica} --with {name}\" makes it real \
              (without --force if its source has ended there); delete the file to throw it away"
@@ -318,6 +331,21 @@ impl Rehearsal {
     }
 }
 
+/// An error of a view, where a disk that was promoted is asked for in it.
+fn of_a_source(error: anyhow::Error, path: &Path) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(ReplicaError::Promoted { .. }) => Failure::refused(is_a_source(path)).into(),
+        _ => error,
+    }
+}
+
+fn is_a_source(path: &Path) -> String {
+    let path = path.display();
+    format!(
+        "{path} is a source, and no replica: a rehearsal is of a replica. \"dsync status {path}\" lists those that it has"
+    )
+}
+
 /// What a path is where no replica is.
 fn no_replica(path: &Path, state: &StateDir) -> Result<anyhow::Error> {
     if !path.exists() {
@@ -329,9 +357,7 @@ fn no_replica(path: &Path, state: &StateDir) -> Result<anyhow::Error> {
     let shown = path.display();
     let identity = device::identity(path)?.path;
     let what = match state.source(&identity.to_string_lossy())? {
-        Some(_) => format!(
-            "{shown} is a source, and no replica: a rehearsal is of a replica. \"dsync status {shown}\" lists those that it has"
-        ),
+        Some(_) => is_a_source(path),
         None => format!(
             "{shown} is not a replica that dsync knows: \"dsync status\" lists those of this host; an image is served by its path alone"
         ),

@@ -50,7 +50,7 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     location::refuse_host(&args.destination, "rewind")?;
     refuse_others(&path, &options, state)?;
     let Some(to) = &args.to else {
-        let history = replica::history(&path, &options)?;
+        let history = replica::history_at_work(&path, &options)?;
         list(&path, &history, output);
         if !history.moments.is_empty() {
             warn_if_changed(&path, state, output)?;
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     let mut replica = if args.dry_run { None } else { Some(sync::open_replica(&path, &options, state)?) };
     let history = match &replica {
         Some(replica) => replica.history()?,
-        None => replica::history(&path, &options)?,
+        None => replica::history_at_work(&path, &options)?,
     };
     let Some(moment) = choose(&path, &history, to)? else {
         output.say(&format!("{} is at that moment already", path.display()));
@@ -110,7 +110,8 @@ fn warn_if_changed(path: &Path, state: &StateDir, output: &Output) -> Result<()>
     if let Some(why) = changed {
         output.warn(&format!(
             "{} was changed by another program since its last commit ({why}), and cannot go back to any of these before it is compared: \"dsync verify \
-             --repair SRC DST\" keeps them if nothing was written",
+             --repair SRC DST\" keeps them if nothing was written. If its source is gone, \"dsync recover --accept {0}\" takes it for what it was, by \
+             your word",
             path.display()
         ));
     }
@@ -120,12 +121,16 @@ fn warn_if_changed(path: &Path, state: &StateDir, output: &Output) -> Result<()>
 /// Refuses what is no replica, and so has no past.
 fn refuse_others(path: &Path, options: &Options, state: &StateDir) -> Result<()> {
     let lineage = replica::inspect(path, options)?;
-    if lineage.as_ref().is_some_and(|lineage| lineage.role.promoted.is_none()) {
+    let replica = lineage.as_ref().filter(|lineage| lineage.role.promoted.is_none());
+    // Before its first copy is complete it has no file.
+    let is_gone = !path.exists() && replica.is_none_or(|lineage| lineage.epoch.is_some());
+    if replica.is_some() && !is_gone {
         return Ok(());
     }
     let shown = path.display();
-    let is_source = lineage.is_some() || state.source(&path.to_string_lossy())?.is_some();
-    if !is_source && !path.exists() {
+    let is_source =
+        replica.is_none() && (lineage.is_some() || state.source(&path.to_string_lossy())?.is_some());
+    if !is_source && is_gone {
         let none = status::no_replica(path, state)?;
         bail!(SourceError::Unknown(format!("{none} (\"dsync status\" lists sources and replicas)")));
     }

@@ -315,7 +315,7 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     // First: a server that cannot listen leaves no source behind.
     let places = passed.map_or_else(|| Places::listen(args), Ok)?;
     let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
-    let (all, tracked) = until_free(&args.run.wait, output, || open_all(args, state))?;
+    let (all, tracked) = until_free(&args.run.wait, output, || open_all(args, state, output))?;
     service::outlive_terminal()?;
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
@@ -364,14 +364,17 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
 }
 
 fn one_saved() -> Failure {
-    Failure::usage("--save is for one rehearsal: serve each of several replicas from a server of its own")
+    Failure::usage(
+        "--save is for one replica: serve each of several from a server of its own. A replica of a group leaves it when it is promoted with what was \
+         saved, so a rehearsal of the whole group is thrown away at its end",
+    )
 }
 
 /// The images of which writes are recorded, with their paths as the user gave them.
 type Tracked = Vec<(PathBuf, Arc<Source>)>;
 
 /// Opens everything to serve.
-fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>, Tracked)> {
+fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Vec<ExportedImage>, Tracked)> {
     let mut all: Vec<ExportedImage> = Vec::new();
     let mut sources = Vec::new();
     if let Some((dir, moment)) = args.group.as_deref().and_then(rehearsal::group_parts) {
@@ -432,12 +435,31 @@ fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>,
             What::ReadOnly(device::open(image, &options)?)
         } else {
             let source = open_tracked(image, args, state)?;
+            if args.group.is_none() {
+                warn_alone(&source, state, output)?;
+            }
+            source.note_served_as(&name)?;
             sources.push((image.clone(), source.clone()));
             What::Tracked(source)
         };
         all.push(ExportedImage { name, what });
     }
     Ok((all, sources))
+}
+
+/// Says that a disk is served without the others of its group.
+fn warn_alone(source: &Source, state: &StateDir, output: &Output) -> Result<()> {
+    let Some(group) = source::Membership::read(source.folder())? else { return Ok(()) };
+    let (name, path) = (group.name, source.about().path.display());
+    let members = source::group_members(state, &name)?;
+    let all: Vec<String> = members.iter().map(|(_, about, _)| about.path.display().to_string()).collect();
+    output.warn(&format!(
+        "{path} is in the group {name}, and is served without it: what is written to it is of no moment of the others, and the group is not \
+         synced meanwhile. Serve all of its disks by one server, with \"dsync serve --group {name} {}\"; or take this one out, with \"dsync forget \
+         --group {name} {path}\"",
+        all.join(" ")
+    ));
+    Ok(())
 }
 
 /// Opens an image to be tracked.

@@ -323,6 +323,11 @@ pub(crate) fn missing(status: &SourceStatus) -> String {
 /// How far the first copy of a replica is.
 pub(crate) fn first_copy(tally: &Tally) -> String {
     match (&tally.work, &tally.failed) {
+        (None, Some(failed)) if tally.refused => format!(
+            "has not begun: the last attempt failed on {}: {}",
+            device::moment(failed.time),
+            failed.message
+        ),
         (Some(work), _) if work.is_alive() => match work.bytes_total {
             0 => "is under way".to_owned(),
             total => format!("is under way, {} of {}", units::size(work.bytes_done), units::size(total)),
@@ -394,7 +399,8 @@ fn say(status: &SourceStatus, output: &Output) {
         say_tally(replica, output);
     }
     for tally in &status.first_copies {
-        output.say(&format!("  {}: the first copy {}", tally.replica, first_copy(tally)));
+        let what = if tally.refused { "the first sync" } else { "the first copy" };
+        output.say(&format!("  {}: {what} {}", tally.replica, link::printable(&first_copy(tally))));
     }
     for checkpoint in &status.checkpoints {
         output.say(&format!("  checkpoint {}", checkpoint.told(status.block_size)));
@@ -581,7 +587,9 @@ fn replica(
         Err(SyncError::Replica(replica::ReplicaError::Busy { holder, .. })) if !recovering => {
             return written_down(absolute, (&options, state), Some(holder), output);
         }
-        Err(SyncError::Replica(replica::ReplicaError::Promoted { .. })) if !recovering => {
+        Err(SyncError::Replica(replica::ReplicaError::Promoted { .. }))
+            if !recovering && replica::inspect(&absolute, &options)?.is_some() =>
+        {
             return written_down(absolute, (&options, state), None, output);
         }
         Err(SyncError::Replica(replica::ReplicaError::NotAReplica(path))) if !recovering => {
@@ -670,17 +678,27 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
 /// The message for a path without a replica, with what is known of a former one.
 pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     let name = path.display().to_string();
+    let listed = local::path_of(&name)?;
+    let known = sync::known_replicas(state).all().context("cannot read the list of replicas")?;
+    let known = known.iter().find(|known| known.path == listed);
     for (place, about) in state.survey()?.sources {
         let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
-        if let Some(known) = bookmarks.0.get(&name) {
+        if let Some(bookmark) = bookmarks.0.get(&name) {
             return Ok(format!(
-                "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {}. If its file system is not \
-                 mounted or its disk not attached, bring it back and run again",
-                device::moment(known.time),
-                known.epoch.number,
-                about.path.display()
+                "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {2}. If its file system is not \
+                 mounted or its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create {2} {name}\" \
+                 begins a new replica there, and \"dsync forget {2} {name}\"{3} forgets it",
+                device::moment(bookmark.time),
+                bookmark.epoch.number,
+                about.path.display(),
+                if known.is_some() { format!(" with \"dsync forget {name}\"") } else { String::new() }
             ));
         }
+    }
+    if let Some(LocalReplica { epoch, source, problem: Some(problem), .. }) = known.map(LocalReplica::of) {
+        let of = source.map_or(String::new(), |source| format!(" of source {source}"));
+        let at = epoch.map_or(String::new(), |epoch| format!(", last at epoch {epoch}{of},"));
+        return Ok(format!("the replica at {name}{at} {problem}"));
     }
     Ok(format!("no replica at {name}: check the path, and that its file system is mounted"))
 }
@@ -749,5 +767,13 @@ fn written_down(
 
 /// Completes or rolls back an interrupted commit of a replica.
 pub(crate) fn recover(args: &args::Recover, state: &StateDir, output: &Output) -> Result<()> {
+    location::refuse_host(&args.destination, "recover")?;
+    if args.accept {
+        let path = std::path::absolute(&args.destination)?;
+        let options = sync::open_options(args.journal_dir.as_deref(), state);
+        if replica::accept_unwritten(&path, &options)? {
+            output.say(&format!("{} is taken for what it was", path.display()));
+        }
+    }
     replica(&args.destination, args.journal_dir.as_deref(), state, output, true)
 }

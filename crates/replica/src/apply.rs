@@ -292,6 +292,18 @@ impl Applier {
         self.sound()
     }
 
+    /// Waits for the next of what is on its way, so that what waits behind it starts. False if nothing is on its way. What has failed is
+    /// told by the next call that can fail.
+    pub(crate) fn advance(&mut self) -> bool {
+        self.queue.start();
+        let Some(first) = self.queue.complete(true) else { return false };
+        let _ = self.done(first);
+        while let Some(done) = self.queue.complete(false) {
+            let _ = self.done(done);
+        }
+        true
+    }
+
     /// Makes durable what is complete, up to [`Applier::position`]. Fails for good if a flush has failed before.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         if self.forgotten {

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use delta::{Epoch, Line};
+use delta::{Epoch, Line, Term};
 use device::{Dir, Folder};
 use source::Trail;
 use uuid::Uuid;
@@ -59,6 +59,12 @@ pub fn demotes_anew(path: &Path, options: &Options) -> Vec<Epoch> {
 }
 
 impl Lineage {
+    /// The promotion that had made a source of a former source, if that gave up what its own source wrote later. `None` once it has taken
+    /// something since its demotion.
+    pub fn gave_up(&self) -> Option<&Term> {
+        self.role.line.last().filter(|term| self.role.demoted.is_some() && !term.planned)
+    }
+
     fn demotes_anew(&self, folder: &dyn Folder) -> Vec<Epoch> {
         let whole = self.state == State::Exact && self.unsure != Unsure::Everything && self.step.is_none();
         let former = self.role.demoted.is_some() && self.role.promoted.is_none();

@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{MetadataExt, fchown};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use device::{Boot, Clock, Dir, Disk, Folder, Gauge, Medium, Sharing};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
@@ -101,6 +101,8 @@ pub(crate) struct FileDestination {
     partial: OsString,
     /// Which a test may invent.
     pub boot: Boot,
+    /// Whether the file system of the folder stamps changes apart, once that was asked, and its number.
+    apart: OnceLock<Option<u64>>,
 }
 
 impl FileDestination {
@@ -114,7 +116,7 @@ impl FileDestination {
         let mut partial = name.clone();
         partial.push(".partial");
         let boot = Boot::of(&[path.parent().unwrap_or(Path::new("/"))]);
-        Ok(FileDestination { path, folder, name, partial, boot })
+        Ok(FileDestination { path, folder, name, partial, boot, apart: OnceLock::new() })
     }
 
     fn file_name(&self, name: Name) -> &OsString {
@@ -122,6 +124,17 @@ impl FileDestination {
             Name::Final => &self.name,
             Name::Temporary => &self.partial,
         }
+    }
+
+    /// True if no change can bear the time that a look at this file has shown.
+    fn stamps_apart(&self, looked_at: &std::fs::Metadata) -> bool {
+        let ask = || -> io::Result<Option<u64>> {
+            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+            let file = File::from(openat(self.folder.held(), ".", flags, Mode::RUSR | Mode::WUSR)?);
+            Ok(device::stamps_apart(&file)?.then_some(file.metadata()?.dev()))
+        };
+        // A file may be mounted over the one of this name.
+        *self.apart.get_or_init(|| ask().unwrap_or(None)) == Some(looked_at.dev())
     }
 
     /// Opens one of the files; `create` makes it, which must not exist.
@@ -166,13 +179,21 @@ impl Destination for FileDestination {
         let file = self.file(Name::Final, OFlags::RDONLY)?;
         // Not only the data: after a power cut the inode must not wake up with an older time than the stamp's.
         file.sync_all()?;
-        let stamp = stamp_of(&file.metadata()?);
-        // A change within the same tick of the clock would bear the same time. The bound is for a clock that was set back.
-        for _ in 0..50 {
+        let found = file.metadata()?;
+        let stamp = stamp_of(&found);
+        if self.stamps_apart(&found) {
+            return Ok(stamp);
+        }
+        // A change within the same tick of the clock, or of the file system's times, would bear the same time.
+        let next = stamp.changed.saturating_add(device::grain(stamp.changed));
+        let now = || {
             let now = clock_gettime(ClockId::RealtimeCoarse);
-            if now.tv_sec.saturating_mul(1_000_000_000).saturating_add(now.tv_nsec) > stamp.changed {
-                break;
-            }
+            now.tv_sec.saturating_mul(1_000_000_000).saturating_add(now.tv_nsec)
+        };
+        // The bound is for a clock that was set back.
+        let until =
+            Instant::now() + Duration::from_nanos(next.abs_diff(stamp.changed)) + Duration::from_millis(50);
+        while now() < next && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(stamp)

@@ -39,8 +39,7 @@ pub enum ReplicaError {
     #[error("{} is in the way of the new copy and was not created by dsync: move it aside", .0.display())]
     PartialTaken(PathBuf),
     /// The destination is not as the last commit left it.
-    #[error("replica {} was modified outside dsync since its last commit ({why}): find out who writes there first; \"dsync verify SRC DST\" \
-             shows what differs and changes nothing; {}", path.display(), mends(group.as_deref()))]
+    #[error("replica {} was modified outside dsync since its last commit ({why}): find out who writes there first; {}", path.display(), mends(path, group.as_deref(), *former, *as_old))]
     Changed {
         /// The destination.
         path: PathBuf,
@@ -48,6 +47,10 @@ pub enum ReplicaError {
         why: String,
         /// The group that it is committed with.
         group: Option<String>,
+        /// It was the source before: what was written to it may be wanted.
+        former: bool,
+        /// Its content is as long and as old as it was left.
+        as_old: bool,
     },
     /// The replica was made the source itself.
     #[error(
@@ -176,14 +179,32 @@ pub enum ReplicaError {
 }
 
 /// What brings a replica that others have changed back to its source.
-fn mends(group: Option<&str>) -> String {
+fn mends(path: &Path, group: Option<&str>, former: bool, as_old: bool) -> String {
+    let path = path.display();
+    let accept = match as_old {
+        true => format!(
+            ". If nothing was written to it, \"dsync recover --accept {path}\" takes it for what it was, {}",
+            if former { "and nothing is compared" } else { "also where its source is gone" }
+        ),
+        false => String::new(),
+    };
+    if former {
+        return format!(
+            "it was the source until it was demoted. If another disk was promoted in its place, \"dsync sync --adopt SRC DST\" from there \
+             compares both and overwrites what differs. If none was, \"dsync forget {path}\" makes it a plain disk as it is, and \"dsync sync --adopt \
+             {path} REPLICA\" then compares each of its replicas with it and overwrites what differs there{accept}"
+        );
+    }
+    let looks = "\"dsync verify SRC DST\" shows what differs and changes nothing";
     match group {
         Some(group) => format!(
-            "\"dsync sync --group {group} --adopt DIR\" compares all replicas of the group with their sources and overwrites what differs"
+            "{looks}; \"dsync sync --group {group} --adopt DIR\" compares all replicas of the group with their sources and overwrites what \
+             differs{accept}"
         ),
-        None => "\"dsync verify --repair SRC DST\" overwrites what differs with the source and accepts the rest; if nothing was written, \
-                 the moments kept by --keep stay. \"dsync sync --adopt SRC DST\" does the same, and gives them up"
-            .into(),
+        None => format!(
+            "{looks}; \"dsync verify --repair SRC DST\" overwrites what differs with the source and accepts the rest; if nothing was written, \
+             the moments kept by --keep stay. \"dsync sync --adopt SRC DST\" does the same, and gives them up{accept}"
+        ),
     }
 }
 

@@ -91,7 +91,16 @@ impl Replica {
         }
         self.keep_note();
         let group = self.lineage().group.as_ref().map(|group| group.name.clone());
-        ReplicaError::Changed { path: self.path().to_path_buf(), why: self.how_changed(why), group }
+        let role = &self.lineage().role;
+        let former = role.demoted.is_some() && role.promoted.is_none();
+        let as_old = self.is_as_old();
+        ReplicaError::Changed {
+            path: self.path().to_path_buf(),
+            why: self.how_changed(why),
+            group,
+            former,
+            as_old,
+        }
     }
 
     /// In what way others have changed the destination, as exactly as its times tell.

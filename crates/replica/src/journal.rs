@@ -390,18 +390,13 @@ impl Growing {
     /// Opens the journal of a folder to add to it after `bytes`; what follows is dropped. 0 begins a new one.
     pub(crate) fn open(folder: &dyn Folder, bytes: u64) -> io::Result<Growing> {
         if bytes == 0 {
-            return Growing::begin(folder, ARRIVING);
+            folder.remove(ARRIVING)?;
         }
         let file = folder.open(ARRIVING, true)?;
-        file.set_len(bytes)?;
-        Ok(Growing { file: file.into(), pending: Vec::new(), written: bytes, started: bytes, relief: None })
-    }
-
-    /// Begins a file of units of another name.
-    pub(crate) fn begin(folder: &dyn Folder, name: &str) -> io::Result<Growing> {
-        folder.remove(name)?;
-        let file = folder.open(name, true)?.into();
-        Ok(Growing { file, pending: Vec::new(), written: 0, started: 0, relief: None })
+        if bytes > 0 {
+            file.set_len(bytes)?;
+        }
+        Ok(Growing::after(file.into(), bytes))
     }
 
     /// Goes on with a file of units behind `bytes`.
@@ -474,15 +469,6 @@ impl Growing {
     pub(crate) fn close(mut self, folder: &dyn Folder) -> io::Result<()> {
         self.empty()?;
         seal(&*self.file, folder)
-    }
-
-    /// The file is whole: makes it durable, and gives it the name that says so.
-    pub(crate) fn name(mut self, folder: &dyn Folder, from: &str, to: &str) -> io::Result<()> {
-        self.empty()?;
-        self.file.sync()?;
-        self.file.uncache(0, self.written);
-        folder.rename(from, to)?;
-        folder.sync()
     }
 }
 

@@ -20,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 // A file imports only files of the groups above its own.
+mod aside;
 mod copies;
 mod error;
 mod index;
@@ -90,7 +91,7 @@ mod view_together;
 #[cfg(test)]
 mod tests;
 
-pub use accept::Acceptable;
+pub use accept::{Acceptable, accept_unwritten};
 pub use batches::{BatchLog, Batches};
 pub use demoted::{Demotion, demotes_anew};
 #[doc(hidden)]
@@ -113,7 +114,7 @@ pub use promoted::{promotes_still_by, to_promote_by};
 pub use receive::{Commit, Committed, DeltaReceiver};
 pub use rehearsed::Rehearsed;
 pub use replica::Replica;
-pub use rewind::{History, history};
+pub use rewind::{History, history, history_at_work};
 pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};
 pub use settled::{is_committing, settle};
 pub use status::Status;

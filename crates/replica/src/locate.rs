@@ -132,6 +132,10 @@ pub(crate) fn moved_from(path: &Path, folder: &Path) -> Option<ReplicaError> {
     let (lineage, from) = known.find(|(lineage, _)| {
         lineage.stamp.as_ref().is_some_and(|stamp| stamp.inode == inode) && !lineage.path.exists()
     })?;
+    // As a source it is known by its new name.
+    if let Some(promoted) = lineage.role.promoted {
+        return Some(lineage.refusal(path, promoted));
+    }
     let (path, to) = (path.to_path_buf(), folder.to_path_buf());
     Some(ReplicaError::Moved { path, was: lineage.path, from, to })
 }

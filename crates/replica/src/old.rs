@@ -9,7 +9,9 @@ use delta::{Frame, MAX_DATA, Record};
 use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
 
 /// Reads kept on their way, of [`MAX_DATA`] each.
-const DEPTH: u32 = 8;
+const DEPTH: usize = 8;
+/// Operations kept on their way: scattered blocks are read as many at once.
+const OPERATIONS: u32 = 64;
 /// Pieces of a read.
 const MOST_PIECES: usize = 1024;
 /// What reads as zeroes is found in parts of so many bytes.
@@ -28,7 +30,7 @@ pub(crate) struct Old {
 
 impl Old {
     fn new(disk: Arc<dyn Disk>) -> io::Result<Old> {
-        let queue = disk.queue(DEPTH)?;
+        let queue = disk.queue(OPERATIONS)?;
         let (flying, done) = (VecDeque::new(), BTreeMap::new());
         Ok(Old { queue, gathered: Pieces::new(), bytes: 0, flying, done, token: 0 })
     }
@@ -59,7 +61,7 @@ impl Old {
             self.bytes += len;
             if self.gathered.len() == MOST_PIECES || self.bytes == MAX_DATA as u64 {
                 self.start();
-                if self.flying.len() >= DEPTH as usize {
+                if self.flying.len() >= DEPTH {
                     self.first()?.map_or(Ok(()), &mut take)?;
                 }
             }

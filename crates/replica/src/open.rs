@@ -15,6 +15,7 @@ use crate::note::{self, WRITTEN};
 use crate::options::Options;
 use crate::past::Settings;
 use crate::replica::Replica;
+use crate::role::Promoted;
 use crate::views::Views;
 
 /// Places at which a device is looked at before a first copy to it.
@@ -240,7 +241,7 @@ impl Replica {
             true => Ok(()),
             false => Err(ReplicaError::Away(format!(
                 "{0} {1}, and is gone. If its file system is not mounted, mount it and run again; if it is gone for good, \"dsync \
-                 sync --create\" begins a new replica there, and \"dsync forget --replica {0}\" forgets it",
+                 forget {0}\" where it was forgets it, and \"dsync sync --create\" begins a new replica there",
                 self.path().display(),
                 promoted.said()
             ))),
@@ -256,10 +257,17 @@ impl Replica {
         let Some(promoted) = self.lineage().role.promoted.filter(|_| !self.options().adopt) else {
             return Ok(());
         };
-        let at = match (self.lineage().epoch, self.lineage().source) {
+        Err(self.lineage().refusal(self.path(), promoted))
+    }
+}
+
+impl Lineage {
+    /// Why nothing is merged into what was promoted.
+    pub(crate) fn refusal(&self, path: &Path, promoted: Promoted) -> ReplicaError {
+        let at = match (self.epoch, self.source) {
             (Some(epoch), Some(source)) => format!("epoch {} of source {source}", epoch.number),
             _ => "a copy that was not complete".into(),
         };
-        Err(ReplicaError::Promoted { path: self.path().to_path_buf(), promoted: promoted.said(), at })
+        ReplicaError::Promoted { path: path.to_path_buf(), promoted: promoted.said(), at }
     }
 }

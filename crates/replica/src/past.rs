@@ -26,8 +26,9 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use uuid::Uuid;
 
-use crate::error::{ReplicaError, Result, io_error, is_full};
-use crate::journal::{self, Growing, Input};
+use crate::aside::Aside;
+use crate::error::{ReplicaError, Result, disk_error, io_error, is_full};
+use crate::journal::{self, Input};
 use crate::keep::Keep;
 use crate::lineage::{self, Lineage};
 use crate::unsure::UnsureSet;
@@ -342,7 +343,8 @@ impl Settings {
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(SETTINGS);
         let bytes = serde_json::to_vec(self).map_err(|e| io_error("write", &path)(e.into()))?;
-        device::replace(folder, SETTINGS, &bytes).map_err(io_error("write", &path))
+        let state = "what the replica holds is unchanged";
+        device::replace(folder, SETTINGS, &bytes).map_err(disk_error("write", &path, state))
     }
 
     /// Keeps nothing from now on.
@@ -411,7 +413,7 @@ fn fold(folder: &dyn Folder, undos: &[Undo]) -> Result<Undo> {
     let path = folder.path().join(GROWING);
     let failed = |e| io_error("write", &path)(e);
     let mut combined = combine(folder, undos.to_vec())?;
-    let mut file = Growing::begin(folder, GROWING).map_err(failed)?;
+    let mut file = Aside::begin(folder, GROWING).map_err(failed)?;
     while let Some(unit) = combined.next().map_err(|e| damaged(folder, undos, &e))? {
         file.unit(&unit).map_err(failed)?;
     }

@@ -18,6 +18,7 @@ use crate::past;
 use crate::replica::Replica;
 use crate::role::{Promoted, Released, Role};
 use crate::verdict::Verdict;
+use crate::views::PROMOTED;
 
 /// What a promotion would make the present of the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,6 +65,13 @@ pub fn to_promote_by(
             path.display()
         ))
     };
+    let gone = || {
+        ReplicaError::Away(format!(
+            "the file of replica {0} is gone, so there is nothing to promote. If its file system is not mounted, mount it and run again; if it is \
+             gone for good, \"dsync forget {0}\" forgets it",
+            path.display()
+        ))
+    };
     let lineage = lineage.ok_or_else(none)?;
     let open = |doubt| open(&Options { doubt, ..options.clone() });
     let replica = match open(options.doubt || lineage.role.promoted.is_some()) {
@@ -71,7 +79,11 @@ pub fn to_promote_by(
         Err(ReplicaError::Promoted { .. }) => open(true)?,
         opened => opened?,
     };
-    if replica.is_kept() { Ok(replica) } else { Err(none()) }
+    match replica.is_kept() {
+        true => Ok(replica),
+        false if replica.is_gone() => Err(gone()),
+        false => Err(none()),
+    }
 }
 
 impl Replica {
@@ -93,6 +105,14 @@ impl Replica {
         let epoch = lineage.epoch.filter(|_| whole && step.is_none_or(|s| s.kind.is_beside()));
         let Some(epoch) = epoch.filter(|_| lineage.source.is_some()) else {
             let why = lineage.unsettled().unwrap_or_else(|| "its first copy was not completed".into());
+            if lineage.role.demoted.is_some() && step.is_none() && lineage.unsure != Unsure::Everything {
+                return self.cannot_promote(format!(
+                    "{why}. All of it is still on the disk. If another disk was promoted in its place, a sync from there compares both, and overwrites \
+                     what differs here: copy this disk first if it is wanted. If none was, \"dsync forget {path}\" makes it a plain image again, \
+                     with a new id when it is next served or synced; \"dsync sync --adopt {path} DST\" then compares each of its replicas and brings \
+                     it up to date"
+                ));
+            }
             return self.cannot_promote(format!(
                 "{why}. Complete it with \"dsync sync\" from its source; if that is gone, \"dsync forget {path}\" makes it a plain \
                  image, which never was the disk of its source at one moment"
@@ -216,7 +236,14 @@ impl Replica {
             )),
             None => self.cannot_promote(format!(
                 "it is the former source. If another disk was promoted in its place, sync from that; if none was, \"{promote}\" \
-                 makes it the source again, and loses nothing"
+                 makes it the source again, and loses nothing{}",
+                match self.lineage().gave_up() {
+                    Some(term) => format!(
+                        " that was written to it; what its old source wrote after epoch {} is given up, as it was when this disk was promoted to term {}",
+                        term.began.number, term.number
+                    ),
+                    None => String::new(),
+                }
             )),
         }
     }
@@ -332,7 +359,7 @@ impl Replica {
     /// Makes the mark.
     pub(crate) fn become_source(&mut self, promoted: Promoted) -> Result<()> {
         self.announce()?;
-        self.lose_readers("the replica was promoted")?;
+        self.lose_readers(PROMOTED)?;
         self.drop_journal()?;
         if self.lineage().step.as_ref().is_some_and(|step| step.kind.is_beside()) {
             self.remove_partial()?;

@@ -7,7 +7,7 @@
 //! a delta is nothing that another may go on from; once it is sealed, opening the replica completes it.
 
 use std::fs::File;
-use std::io::{self, BufReader, Read, Write};
+use std::io::{self, BufReader, ErrorKind, Read, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -70,7 +70,15 @@ impl Rehearsed<BufReader<File>> {
     /// # Errors
     /// Refused if it does not begin as such a delta.
     pub fn open(path: &Path) -> Result<Rehearsed<BufReader<File>>> {
-        let file = File::open(path).map_err(io_error("open", path))?;
+        let mut partial = path.as_os_str().to_owned();
+        partial.push(".partial");
+        let file = File::open(path).map_err(|error| match error.kind() {
+            ErrorKind::NotFound if Path::new(&partial).exists() => ReplicaError::Refused(format!(
+                "{0} is not there yet: the server of the rehearsal writes it when it ends ({0}.partial). Stop that server first, and run this again",
+                path.display()
+            )),
+            _ => io_error("open", path)(error),
+        })?;
         Rehearsed::read(path, BufReader::with_capacity(1 << 20, file))
     }
 }

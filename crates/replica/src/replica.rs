@@ -443,6 +443,7 @@ impl Replica {
             toward: lineage.step.as_ref().map(|step| step.toward.epoch),
             resumes: self.journal.as_ref().and_then(Contents::resume),
             recovered: (!self.known.recovered.is_empty()).then(|| self.known.recovered.join("; ")),
+            gone: self.known.gone,
             changed: self.known.changed.map(|why| self.how_changed(why)),
             role: lineage.role.clone(),
             group: lineage.group.as_ref().map(|group| group.name.clone()),

@@ -1,6 +1,7 @@
 //! Rewinding: a replica goes back to an earlier moment by the undo deltas since, as one delta that is committed like any other.
 
 use std::path::Path;
+use std::time::Duration;
 
 use delta::{Epoch, Line};
 use device::Folder;
@@ -9,15 +10,20 @@ use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::keep::Keep;
-use crate::lineage::{Lineage, StepKind, Unsure};
+use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::{inspect, state_folder};
 use crate::options::Options;
 use crate::past::{self, Moment, Past, Settings, Turn};
+use crate::present::{Shown, Watched};
 use crate::receive::{Commit, Committed, DeltaReceiver};
 use crate::replica::Replica;
 
 /// The most rewinds whose times are kept.
 const RETURNED: usize = 256;
+
+/// How often a destination that is written to is looked at again, and how soon.
+const LOOKS: u32 = 20;
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The past of a replica.
 #[derive(Debug, Clone, Serialize)]
@@ -47,6 +53,43 @@ pub fn history(path: &Path, options: &Options) -> Result<History> {
     let folder = state_folder(path, options)?;
     let folder = device::Dir::existing(&folder).map_err(io_error("open", &folder))?;
     of(&folder, &lineage)
+}
+
+/// The same as of the last batch of a mirror that is at work, or was killed: its lineage does not have that yet, and whoever goes back
+/// gives it up.
+///
+/// # Errors
+/// As for [`history`].
+pub fn history_at_work(path: &Path, options: &Options) -> Result<History> {
+    let mut history = history(path, options)?;
+    let Some(lineage) = inspect(path, options)? else { return Ok(history) };
+    let folder = state_folder(path, options)?;
+    let folder = device::Dir::existing(&folder).map_err(io_error("open", &folder))?;
+    let Some(shown) = shown(&folder) else { return Ok(history) };
+    if Some(shown.source) != lineage.source || [history.state, lineage.nonce].contains(&shown.state) {
+        return Ok(history);
+    }
+    // What the batches replaced leads back to what is written down.
+    let log = history.at.and_then(|at| folder.open(&past::log_name(at, lineage.nonce), false).ok());
+    if let (Some(log), Some(epoch), Some(at)) = (log, history.epoch, history.at) {
+        let (ahead, size, fuzzy) = (history.ahead, lineage.size, lineage.state == State::Fuzzy);
+        let bytes = log.len().map_err(io_error("look into", folder.path()))?;
+        history.moments.insert(0, Moment { at, epoch, ahead, size, fuzzy, bytes, state: lineage.nonce });
+    }
+    (history.epoch, history.ahead) = (Some(shown.epoch), shown.ahead);
+    (history.state, history.at) = (shown.state, shown.at);
+    Ok(history)
+}
+
+/// What a destination holds, once it rests.
+fn shown(folder: &device::Dir) -> Option<Shown> {
+    let watched = Watched::open(folder).ok()??;
+    (0..LOOKS).find_map(|look| {
+        if look > 0 {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        watched.look()?.1.ok()
+    })
 }
 
 fn of(folder: &dyn Folder, lineage: &Lineage) -> Result<History> {

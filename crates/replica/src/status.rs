@@ -41,6 +41,9 @@ pub struct Status {
     pub resumes: Option<Resume>,
     /// What opening the replica had to mend, as a text.
     pub recovered: Option<String>,
+    /// There was a replica, and its file is gone: another one begins only where that is asked for.
+    #[serde(default)]
+    pub gone: bool,
     /// In what way others changed the destination since the last commit, where [`Options::doubt`] let it pass.
     pub changed: Option<String>,
     /// What it is, and the terms and epochs that go with that.
@@ -68,6 +71,7 @@ impl Status {
             toward: None,
             resumes: None,
             recovered: None,
+            gone: false,
             changed: None,
             role: Role::default(),
             group: None,

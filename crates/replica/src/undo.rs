@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use delta::{Encoder, Frame, Header, Method, Record};
 use uuid::Uuid;
 
+use crate::aside::Aside;
 use crate::destination::Name;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error, io_error, is_full};
 use crate::holes::Holes;
 use crate::intent::Intent;
-use crate::journal::{self, Contents, Growing, Relief, Target};
+use crate::journal::{self, Contents, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
 use crate::old::Old;
@@ -300,7 +301,7 @@ impl Replica {
         header.fuzzy = lineage.state == State::Fuzzy;
         header.batch = undo.kind.is_batch();
         let (mut encoder, unit) = Encoder::new(&header, None).map_err(io::Error::other)?;
-        let mut file = Growing::begin(self.state(), GROWING)?;
+        let mut file = Aside::begin(self.state(), GROWING)?;
         file.unit(&unit)?;
         let disk = self.destination().open(Name::Final).map_err(io::Error::other)?;
         Old::each(disk, touched.ranges(), |frame| {

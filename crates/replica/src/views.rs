@@ -49,6 +49,9 @@ const POLL_EVERY: Duration = Duration::from_millis(5);
 /// How often it is looked whether readers live.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
+/// Why readers lose at a promotion.
+pub(crate) const PROMOTED: &str = "the replica was promoted";
+
 /// Puts a text between two places of a head, with its length, and a hash that shows whether it is whole.
 fn put(head: &mut Vec<u8>, text: &[u8], (from, to): (u64, u64)) -> io::Result<()> {
     head.resize(from as usize, 0);
@@ -106,6 +109,9 @@ pub(crate) struct About {
     pub at: Option<u64>,
     /// Bytes of its scratch file.
     pub scratch: u64,
+    /// What its clients write is saved when it ends.
+    #[serde(default)]
+    pub saves: bool,
 }
 
 impl About {
@@ -134,6 +140,9 @@ pub struct Reader {
     pub lost: Option<String>,
     /// Bytes that are kept for it beside the replica: what commits have replaced, and what its clients have written.
     pub bytes: u64,
+    /// What its clients write is saved when it ends, to be promoted.
+    #[serde(skip)]
+    pub saves: bool,
 }
 
 /// Who reads the replica of a folder, the first who began first. Takes no lock.
@@ -155,10 +164,10 @@ fn reader(log: &File) -> Option<Reader> {
     log.read_exact_at(&mut head, 0).ok()?;
     let about: About = serde_json::from_slice(text_at(&head, ABOUT)?).ok()?;
     let kept = log.metadata().ok()?.len().saturating_sub(HEAD);
-    let About { process, since, epoch, ahead, at, scratch } = about;
+    let About { process, since, epoch, ahead, at, scratch, saves } = about;
     let (lost, epoch) = (reach(log).err(), epoch.number);
     let bytes = if lost.is_some() { 0 } else { kept + scratch };
-    (!is_gone(log)).then_some(Reader { process, since, epoch, ahead, at, lost, bytes })
+    (!is_gone(log)).then_some(Reader { process, since, epoch, ahead, at, lost, bytes, saves })
 }
 
 /// How far a log reaches, or why it is lost.

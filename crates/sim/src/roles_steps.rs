@@ -7,7 +7,7 @@ use delta::{Event, Record};
 use device::Disk as _;
 use replica::Options;
 use source::Handle;
-use sync::{Class, DemoteOptions, LastWord, MirrorOptions, PromoteOptions, Site as _, SyncError};
+use sync::{DemoteOptions, LastWord, MirrorOptions, PromoteOptions, Site as _, SyncError};
 use uuid::Uuid;
 
 use crate::inode::PAGE;
@@ -42,7 +42,7 @@ impl Run {
         let summary = match result {
             Ok(summary) => summary,
             Err(error) => {
-                let refused = error.class() == Class::Refused && role == Role::Source;
+                let refused = error.class().is_refusal() && role == Role::Source;
                 if refused && (self.content(to) != held || self.role(to) != role) {
                     return Err(format!("refused, yet something changed on {other}: {error}"));
                 }
@@ -98,6 +98,10 @@ impl Run {
         }
         let there = &self.disks[from].place;
         let Some(common) = self.epochs.common(there.at, own.at) else { return Ok(()) };
+        if since.is_some_and(|since| self.epochs.past(Some(common)).iter().skip(1).any(|id| *id == since)) {
+            // Demoted as of an epoch before it: what commits have replaced there since moves as well.
+            return Ok(());
+        }
         let sides = [(there.at, &there.dirty), (own.at, &own.dirty)];
         // What was written after the epoch that was taken for the common one is one set.
         let mut union = since.and_then(|since| self.epochs.written(since, own.at)).unwrap_or_default();

@@ -140,6 +140,10 @@ pub fn join_in(
         None => members(&group.name)?.first().and_then(|(.., other)| other.promotion),
         known => known,
     };
+    // Those whose place it takes were committed there together.
+    if let Some((cut, epoch)) = group.cut {
+        record_commit(&group.name, cut, &[(folder, epoch)])?;
+    }
     Membership { promotion, ..group }.write(folder)?;
     Ok(true)
 }

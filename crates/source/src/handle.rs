@@ -99,19 +99,29 @@ impl Handle {
     /// # Errors
     /// `Refused` if its writes are not recorded.
     pub fn attach_followed(state: &StateDir, what: &str) -> Result<Handle, SourceError> {
-        if let Some(handle) = Handle::served(state, what)? {
+        if let Some(handle) = Handle::followed(state, what)? {
             return Ok(handle);
         }
         let path = place_of(state, what)?;
-        if let Some(tracker) = trackers::find(&path)? {
-            return Ok(Live::open(state, &path, tracker)?.into());
+        Err(SourceError::Refused(format!(
+            "writes to {} are not recorded: serve it with \"dsync serve\", or track a device with \"dsync track add\"",
+            path.display()
+        )))
+    }
+
+    /// The same; `None` if its writes are not recorded.
+    ///
+    /// # Errors
+    /// If its server or its tracker cannot be asked.
+    pub fn followed(state: &StateDir, what: &str) -> Result<Option<Handle>, SourceError> {
+        if let Some(handle) = Handle::served(state, what)? {
+            return Ok(Some(handle));
         }
-        Handle::served_soon(state, what)?.ok_or_else(|| {
-            SourceError::Refused(format!(
-                "writes to {} are not recorded: serve it with \"dsync serve\", or track a device with \"dsync track add\"",
-                path.display()
-            ))
-        })
+        let path = place_of(state, what)?;
+        if let Some(tracker) = trackers::find(&path)? {
+            return Ok(Some(Live::open(state, &path, tracker)?.into()));
+        }
+        Handle::served_soon(state, what)
     }
 
     fn served(state: &StateDir, what: &str) -> Result<Option<Handle>, SourceError> {

@@ -622,6 +622,14 @@ impl Source {
         &*self.folder
     }
 
+    /// Writes down under which name it is served, for [`StateDir::source`](crate::StateDir::source).
+    ///
+    /// # Errors
+    /// If that cannot be written.
+    pub fn note_served_as(&self, name: &str) -> Result<(), SourceError> {
+        crate::state::note_served_as(self.folder(), self.about(), name)
+    }
+
     /// The disk to write through.
     pub fn disk(&self) -> &TrackedDisk {
         &self.disk
@@ -1003,11 +1011,12 @@ fn changed(identity: &Identity) -> Option<u64> {
 fn settled(backing: &dyn Backing) -> Result<Identity, SourceError> {
     let identity = backing.identity()?;
     let clock = backing.clock();
-    let passed = clock.now().saturating_sub(identity.ctime_ns.max(0) as u64) > clock.tick();
+    let apart = clock.tick().max(device::grain(identity.ctime_ns) as u64);
+    let passed = clock.now().saturating_sub(identity.ctime_ns.max(0) as u64) > apart;
     if passed || identity.is_block() {
         return Ok(identity);
     }
-    std::thread::sleep(Duration::from_nanos(2 * clock.tick()));
+    std::thread::sleep(Duration::from_nanos(apart + clock.tick()));
     backing.identity()
 }
 

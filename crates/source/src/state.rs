@@ -152,6 +152,34 @@ pub fn export_name(path: &Path) -> String {
     path.file_stem().map_or_else(|| "disk".into(), |s| s.to_string_lossy().into_owned())
 }
 
+/// The file with the name under which a source was served last, if its path does not tell that: it was named by a link.
+const SERVED_AS: &str = "served-as";
+
+/// Whether a source was last served under this name.
+fn was_served_as(place: &Path, name: &str) -> bool {
+    let read = |folder: Dir| crate::json::read_json::<String>(&folder, SERVED_AS).ok().flatten();
+    Dir::existing(place).ok().and_then(read).is_some_and(|known| known == name)
+}
+
+/// Writes down the name under which a source is served, so that it is found by that.
+pub(crate) fn note_served_as(folder: &dyn Folder, about: &About, name: &str) -> Result<(), SourceError> {
+    let known = crate::json::read_json::<String>(folder, SERVED_AS)?;
+    if known.is_none() && about.name() == name || known.as_deref() == Some(name) {
+        return Ok(());
+    }
+    // What the link led to before is not meant by it any more.
+    let others =
+        folder.path().parent().and_then(|sources| sources.read_dir().ok()).into_iter().flatten().flatten();
+    for other in
+        others.map(|entry| entry.path()).filter(|other| other != folder.path() && was_served_as(other, name))
+    {
+        Dir::existing(&other)
+            .and_then(|other| other.remove(SERVED_AS))
+            .map_err(SourceError::state("write to", &other))?;
+    }
+    crate::json::write_json(folder, SERVED_AS, &name)
+}
+
 /// A variable of the environment. An empty one is one that is not set.
 fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
@@ -287,7 +315,12 @@ impl StateDir {
             let what = std::path::absolute(what).unwrap_or_else(|_| what.into());
             return Ok(sources.find(|(_, a)| a.path == what));
         }
-        let mut named = sources.filter(|(_, a)| a.name() == what);
+        // A link may lead elsewhere by now, so a name that a path has itself goes before.
+        let (mut named, others): (Vec<_>, Vec<_>) = sources.partition(|(_, a)| a.name() == what);
+        if named.is_empty() {
+            named = others.into_iter().filter(|(place, _)| was_served_as(place, what)).collect();
+        }
+        let mut named = named.into_iter();
         match (named.next(), named.next()) {
             (Some(one), Some(other)) => Err(SourceError::Unknown(format!(
                 "\"{what}\" is ambiguous ({} or {}): give the path, or remove one that is not used any more with \"dsync forget PATH\"",

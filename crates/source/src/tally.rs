@@ -44,6 +44,8 @@ pub struct Tally {
     /// When a copy came to its end last; only of one that is fetched, as its own host keeps no bookmark of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fetched: Option<u64>,
+    /// What is there is a disk of the same source, and no sync to it has begun: the last one was refused.
+    pub refused: bool,
     /// What is under way. That the process lives is to be checked with [`Work::is_alive`].
     pub work: Option<Work>,
 }
@@ -111,6 +113,11 @@ pub struct Work {
 }
 
 impl Work {
+    /// True if it sends nothing that the source has, but for a repair.
+    pub fn only_looks(&self) -> bool {
+        self.what == "verify"
+    }
+
     /// Work of this process that begins now.
     pub fn begin(what: &str) -> Work {
         let process = std::process::id();
@@ -175,7 +182,7 @@ impl Tally {
 
     /// True if a copy to the replica has begun, and none has ever come to its end.
     pub fn is_first_copy(&self) -> bool {
-        let copies = |work: &Work| work.what != "verify";
+        let copies = |work: &Work| !work.only_looks();
         self.syncs == 0 && (self.failed.is_some() || self.work.as_ref().is_some_and(copies))
     }
 
@@ -278,6 +285,16 @@ impl Counter {
         } else {
             Tally::forget(&self.folder, &self.replica);
         }
+    }
+
+    /// Work for another disk of its source was refused. It is kept also where the source does not know that one yet: after a promotion, it
+    /// may be the old source, to which nothing is synced until somebody sees to it.
+    pub fn refuse(&self, message: &str) {
+        self.count(|tally| {
+            tally.refused |= !tally.is_first_copy() && tally.syncs == 0;
+            tally.work = None;
+            tally.fail(message);
+        });
     }
 }
 

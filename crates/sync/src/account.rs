@@ -96,7 +96,9 @@ impl Account {
     pub(crate) fn opened(&self) {
         let Some(counter) = &self.counter else { return };
         let work = self.told.lock().unwrap_or_else(PoisonError::into_inner).work.clone();
-        counter.count(|tally| tally.work = Some(work));
+        // A verification sends nothing: what was refused is still so.
+        let still = work.only_looks();
+        counter.count(|tally| (tally.work, tally.refused) = (Some(work), tally.refused && still));
     }
 
     /// Progress in bytes.
@@ -140,8 +142,7 @@ impl Account {
 
     /// The same of one that failed.
     pub(crate) fn failed(&self, error: &SyncError) {
-        let failed = SyncError::Far { message: error.to_string(), class: error.class() };
-        self.synced(&Err(failed));
+        self.count_failure(error);
     }
 
     /// A batch was confirmed: bytes of changes, and of all that was sent over this link; how far the replica was behind.
@@ -191,9 +192,19 @@ impl Account {
                 tally.work = None;
                 done(tally, result);
             }),
+            Err(error) => self.count_failure(error),
+        }
+    }
+
+    fn count_failure(&self, error: &SyncError) {
+        let Some(counter) = &self.counter else { return };
+        let message = error.to_string().replace("SRC DST", &self.ends);
+        let looks = self.told.lock().unwrap_or_else(PoisonError::into_inner).work.only_looks();
+        match error {
             // Another command is at work for the replica: what is written down is its work.
-            Err(error) if error.class() == Class::Busy => {}
-            Err(error) => counter.fail(&error.to_string().replace("SRC DST", &self.ends)),
+            error if error.class() == Class::Busy => {}
+            error if !looks && error.class() == Class::Diverged => counter.refuse(&message),
+            _ => counter.fail(&message),
         }
     }
 }

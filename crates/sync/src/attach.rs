@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use source::{GroupHandle, Handle, SourceOptions};
+use source::{GroupHandle, Handle, SourceError, SourceOptions, StateDir};
 
 use crate::ended::demoted_disks;
 use crate::error::SyncError;
@@ -11,16 +11,55 @@ use crate::site::Site;
 
 /// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first.
 pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
+    settle(state, what)?;
+    Ok(state.attach(what, options)?)
+}
+
+/// The same of a source whose writes are recorded. Its disk is not held, so that its server can be started again.
+///
+/// # Errors
+/// `Refused` by a source if its writes are not recorded.
+pub fn follow(state: &StateDir, what: &str) -> Result<Handle, SyncError> {
+    settle(state, what)?;
+    Ok(Handle::attach_followed(state, what)?)
+}
+
+/// Completes what was interrupted of a disk, before it is read.
+fn settle(state: &dyn Site, what: &str) -> Result<(), SyncError> {
     let path = state.source(what)?.map_or_else(|| PathBuf::from(what), |(_, about)| about.path);
     if state.exists(&path) {
         refuse_demoted(&path, state)?;
         state.settle(&path)?;
     }
-    Ok(state.attach(what, options)?)
+    Ok(())
 }
 
 /// Attaches to the members of a group, which have to be of one promotion.
 pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Result<GroupHandle, SyncError> {
+    attach_members(state, name, |path| attach(state, path, options))
+}
+
+/// The same of a group whose writes are recorded. None of its disks is held, so that their server can be started again.
+///
+/// # Errors
+/// `Refused` by a source if the writes to one of them are not recorded.
+pub fn follow_group(state: &StateDir, name: &str) -> Result<GroupHandle, SyncError> {
+    attach_members(state, name, |path| {
+        settle(state, path)?;
+        let unserved = || {
+            SourceError::Refused(format!(
+                "{path} is not served, so its writes are not recorded: serve all members with \"dsync serve --group {name}\""
+            ))
+        };
+        Ok(Handle::followed(state, path)?.ok_or_else(unserved)?)
+    })
+}
+
+fn attach_members(
+    state: &dyn Site,
+    name: &str,
+    attach: impl Fn(&str) -> Result<Handle, SyncError>,
+) -> Result<GroupHandle, SyncError> {
     source::check_name(name)?;
     let known = state.group_members(name)?;
     if known.is_empty() {
@@ -36,7 +75,7 @@ pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Re
     source::check_promotion(name, &known)?;
     let mut members = Vec::new();
     for (_, about, _) in &known {
-        members.push(attach(state, &about.path.to_string_lossy(), options)?);
+        members.push(attach(&about.path.to_string_lossy())?);
     }
     Ok(GroupHandle::new(name, members)?)
 }

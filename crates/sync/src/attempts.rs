@@ -124,7 +124,7 @@ fn is_final(error: &SyncError) -> bool {
     match error {
         // The far side of a source's restart.
         SyncError::Source(_) => false,
-        _ => error.class() == Class::Refused,
+        _ => error.class().is_refusal(),
     }
 }
 

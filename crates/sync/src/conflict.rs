@@ -12,9 +12,11 @@ pub enum Conflict {
     #[error(
         "the replica at {name} is missing: it was last synced on {time}, to epoch {epoch}. If its file system is not mounted \
          or its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create\" begins a new \
-         replica there, with all of the source"
+         replica there, with all of the source, and \"dsync forget {} {name}\" forgets it here", path.display()
     )]
     Vanished {
+        /// The source.
+        path: PathBuf,
         /// The replica, as the user named it.
         name: String,
         /// When it was last synced.
@@ -22,6 +24,12 @@ pub enum Conflict {
         /// The epoch it was at then.
         epoch: u64,
     },
+    /// What is left of a replica is its state.
+    #[error(
+        "the file of replica {replica} is gone. If its file system is not mounted, mount it and run again; if it is gone for good, \"dsync \
+         sync --create\" begins a new replica there, with all of the source, and \"dsync forget {replica}\" where it was forgets it", replica = .0.display()
+    )]
+    Gone(PathBuf),
     /// The replica follows another source.
     #[error(
         "replica {} is a copy of another source ({other}), not of {}: choose another destination. \"dsync sync --adopt\" would \
@@ -34,6 +42,20 @@ pub enum Conflict {
         other: Uuid,
         /// The source given.
         path: PathBuf,
+    },
+    /// The source holds nothing, and how it came to that is not known.
+    #[error(
+        "{0} is empty, and what was written to it is not known ({why}), but replica {name} holds data, and may be the only copy. Nothing was \
+         changed. If the disk was lost, \"dsync sync --adopt {name} {0}\" brings it back. If it is meant to be empty, \"dsync sync --adopt {0} \
+         {name}\" empties the replica too", path.display()
+    )]
+    Emptied {
+        /// The source.
+        path: PathBuf,
+        /// The replica, as the user named it.
+        name: String,
+        /// Why what was written is not known.
+        why: String,
     },
     /// What is to be adopted is larger than the source.
     #[error(
@@ -167,12 +189,14 @@ pub struct Since {
     pub has: bool,
     /// Bytes written to it since, as far as that is known.
     pub bytes: Option<u64>,
+    /// Others may have written to it since, which is in no record.
+    pub doubted: bool,
 }
 
 impl Since {
     /// `None`: its history does not go back so far.
     pub(crate) fn of(bytes: Option<Option<u64>>) -> Since {
-        Since { reaches: bytes.is_some(), has: bytes.is_some(), bytes: bytes.flatten() }
+        Since { reaches: bytes.is_some(), has: bytes.is_some(), bytes: bytes.flatten(), doubted: false }
     }
 
     fn told(&self, least: &str) -> String {
@@ -194,11 +218,13 @@ impl fmt::Display for Diverged {
         match self.divergence {
             Divergence::TwoSources { here, there } => {
                 // Its history has to go back to an epoch that the other has, too: nothing else tells what only it has.
-                let saves = |side: Since, other: Since| side.reaches && other.has;
+                let saves = |side: Since, other: Since| side.reaches && !side.doubted && other.has;
                 let demote = |name: &dyn fmt::Display, side: Since, other: Since| match common
                     .filter(|_| side.reaches)
                 {
-                    Some(epoch) if other.has => format!("run \"dsync demote --since {epoch} --save FILE"),
+                    Some(epoch) if saves(side, other) => {
+                        format!("run \"dsync demote --since {epoch} --save FILE")
+                    }
                     since => format!(
                         "copy {name} first if what only that has is wanted (it cannot be saved as a delta), run \"dsync demote {}--discard",
                         since.map_or(String::new(), |epoch| format!("--since {epoch} "))

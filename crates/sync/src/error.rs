@@ -14,12 +14,21 @@ pub enum Class {
     Lost,
     /// Lineage, state or a lock forbids it.
     Refused,
+    /// The destination is a disk of the same source that has gone another way, which is refused.
+    Diverged,
     /// Another program uses the source or the replica, which may be free soon.
     Busy,
     /// The replica is not where it was: its disk or file system may come back.
     Away,
     /// A part of the source cannot be read.
     Unreadable,
+}
+
+impl Class {
+    /// True if something forbids it, and nothing failed.
+    pub fn is_refusal(self) -> bool {
+        matches!(self, Class::Refused | Class::Diverged)
+    }
 }
 
 /// Why a sync failed.
@@ -78,6 +87,9 @@ pub enum SyncError {
     /// Something is in the way.
     #[error("{0}")]
     Refused(String),
+    /// The disks of a group there have gone another way.
+    #[error("{0}")]
+    Diverged(String),
     /// With one of a group.
     #[error("{}: {error}", path.display())]
     Member {
@@ -97,7 +109,8 @@ impl SyncError {
         let refused = match self {
             SyncError::Conflict(Conflict::Lost { .. })
             | SyncError::Source(source::SourceError::Lost { .. }) => return Class::Lost,
-            SyncError::Conflict(Conflict::Vanished { .. }) => return Class::Away,
+            SyncError::Conflict(Conflict::Vanished { .. } | Conflict::Gone(_)) => return Class::Away,
+            SyncError::Conflict(Conflict::Diverged(_)) | SyncError::Diverged(_) => return Class::Diverged,
             SyncError::Conflict(_) => true,
             SyncError::Far { class, .. } => return *class,
             SyncError::Source(e) if e.is_busy() => return Class::Busy,

@@ -49,7 +49,7 @@ pub(crate) fn facts<'a>(
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
         Some(Err(other)) => return Err(other.into()),
     };
-    let history = handle.history()?;
+    let (history, disk) = (handle.history()?, handle.reader()?);
     let known = |epoch: &delta::Epoch| history.size_at(epoch).is_some();
     let two = status.primary.as_ref().map(|theirs| two_sources(handle, theirs)).transpose()?;
     Ok(Facts {
@@ -64,6 +64,8 @@ pub(crate) fn facts<'a>(
         two: two.unwrap_or_default(),
         name,
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
+        size: disk.len(),
+        empty: matches!(disk.allocated(0), Ok(None)),
         history: knowledge,
         bookmark: handle.bookmarks()?.0.remove(&bookmark(name, status, &options.way)),
     })

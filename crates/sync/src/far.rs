@@ -3,13 +3,13 @@
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use compare::rolling::SumParams;
 use compare::{DigestReport, Scope};
 use delta::{Frame, Units};
 use device::{Disk, Storage};
-use link::{Message, Receiver, Sender};
+use link::{Message, Received, Receiver, Sender};
 use replica::{Commit, Coverage, DeltaReceiver, Herald, Keep, KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
 use source::{SourceError, StateDir};
@@ -344,6 +344,11 @@ fn canonical(path: &Path) -> std::io::Result<PathBuf> {
     })
 }
 
+/// True unless a replica is known to read as zeroes. One that cannot be opened is refused later, with the reason.
+fn holds_data(replica: &Replica) -> bool {
+    replica.content().is_ok_and(|disk| !matches!(disk.allocated(0), Ok(None)))
+}
+
 pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
     let path = replica.path().to_path_buf();
     let status = replica.status().clone();
@@ -352,7 +357,9 @@ pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit)
         Some(_) if status.capacity.is_none() => Some(replica.content()?.len()),
         _ => None,
     };
+    let holds_data = status.epoch.is_some() && holds_data(replica);
     let (size, mut said) = (status.size, Status::of(status));
+    said.holds_data = holds_data;
     said.path = canonical(&path).unwrap_or(path);
     said.wrong_size = len.filter(|len| *len != size);
     said.in_place = replica.is_in_place(commit);
@@ -480,6 +487,19 @@ impl ReplicaEnd<'_> {
         }
     }
 
+    /// The next message; `None` after the peer's goodbye. Until one is there, the disk goes on with what has come: it would wait as well
+    /// otherwise, as each frame is more than it takes at once.
+    fn next_of(&self, receipt: &mut DeltaReceiver<'_>) -> link::Result<Option<Message>> {
+        loop {
+            match self.receiver.recv_within(Duration::ZERO)? {
+                Received::Message(message) => return Ok(Some(message)),
+                Received::Goodbye => return Ok(None),
+                Received::Nothing if receipt.advance() => {}
+                Received::Nothing => return self.receiver.recv(),
+            }
+        }
+    }
+
     /// Receives the frames of a delta, and its trailer.
     fn take_units(
         &self,
@@ -489,7 +509,7 @@ impl ReplicaEnd<'_> {
         mut seen: impl FnMut(&Frame),
     ) -> Result<Taken, SyncError> {
         loop {
-            let message = match self.receiver.recv() {
+            let message = match self.next_of(&mut receipt) {
                 Ok(Some(message)) => message,
                 end => {
                     // What has arrived is kept: the next sync resumes there.

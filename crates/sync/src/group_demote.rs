@@ -85,24 +85,42 @@ pub fn demote_group(
             still_known(state, name, disk, &opening(&disk.path, &watches, options))?;
         }
     }
-    let mut summaries = Vec::new();
+    let summaries = carry_out(state, ended, &watches, options, progress)?;
+    afterwards(&summaries)?;
+    Ok(summaries)
+}
+
+/// Makes a replica of each disk, as it was decided and said for all of them.
+fn carry_out(
+    state: &dyn Site,
+    ended: Vec<Ended>,
+    watches: &Watches,
+    options: &DemoteOptions,
+    progress: Progress<'_>,
+) -> Result<Vec<DemoteSummary>, SyncError> {
+    let (mut summaries, mut refused) = (Vec::new(), Vec::new());
     for disk in ended {
+        // Each that was demoted before says what is to be done with it; the others wait for that.
+        if disk.is_source && !refused.is_empty() {
+            continue;
+        }
         let save = save_of(&disk.file, options);
         let given = since_of((&disk.file, &disk.path), options).filter(|_| !disk.is_source);
         let how = DemoteOptions {
-            // What it is was decided, and said, for all of them.
             since: Some(given.map_or_else(|| disk.epoch.number.to_string(), |(_, epoch)| epoch.clone())),
             discard: save.is_none(),
             save,
-            open: opening(&disk.path, &watches, options),
+            open: opening(&disk.path, watches, options),
             watch: watches.get(&disk.path).cloned(),
             ..DemoteOptions::default()
         };
-        let summary = demote_if(state, &disk.path.to_string_lossy(), &how, None, progress, &|_, _| Ok(()))?;
-        summaries.push(DemoteSummary { file: disk.file, ..summary });
+        match demote_if(state, &disk.path.to_string_lossy(), &how, None, progress, &|_, _| Ok(())) {
+            Ok(summary) => summaries.push(DemoteSummary { file: disk.file, ..summary }),
+            Err(SyncError::Refused(why)) if !disk.is_source => refused.push(why),
+            Err(error) => return Err(error),
+        }
     }
-    afterwards(&summaries)?;
-    Ok(summaries)
+    if refused.is_empty() { Ok(summaries) } else { Err(SyncError::Refused(refused.join(". "))) }
 }
 
 /// Those of the members that are block devices, by their paths.

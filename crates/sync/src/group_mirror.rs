@@ -68,7 +68,7 @@ pub struct GroupMirrorSummary {
 
 /// A mirror of a group to run: its two ends, and its callbacks.
 pub struct GroupMirror<'a> {
-    /// Reaches the sources; called again when their server has failed.
+    /// Reaches the sources, whose writes are recorded; called again when their server has failed.
     pub attach: &'a mut dyn FnMut() -> Result<GroupHandle, SyncError>,
     /// Reaches the replicas' side; called again when the link has failed.
     pub connect: &'a mut dyn FnMut() -> Result<Link, SyncError>,
@@ -129,15 +129,6 @@ impl GroupMirror<'_> {
         attempts: &Attempts<'_>,
     ) -> Result<(), SyncError> {
         let group = (self.attach)()?;
-        let rests = |member: &&Handle| !member.is_served() && member.live().is_none();
-        if let Some(resting) = group.members().iter().find(rests) {
-            let path = resting.about().path.display().to_string();
-            let name = group.name().to_owned();
-            group.close()?;
-            return Err(SyncError::Refused(format!(
-                "{path} is not served, so its writes are not recorded: serve all members with \"dsync serve --group {name}\""
-            )));
-        }
         summary.group = group.name().to_owned();
         let connected = (self.connect)().inspect_err(|error| self.count_failure(&group, error));
         let (sender, receiver) = connected?.split();

@@ -74,7 +74,7 @@ fn diverged(asked: &OpenGroup, paths: &[PathBuf], term: u64, (dir, state): (&Pat
     let alone = found.iter().zip(&epochs).find(|((.., primary), _)| primary.is_some());
     if let (true, Some(((path, ..), epoch))) = (found.iter().any(|(.., primary)| primary.is_none()), alone) {
         let path = path.display();
-        return SyncError::Refused(format!(
+        return SyncError::Diverged(format!(
             "{path} is a source itself (term {term}), and other disks of the group {name} in {} are replicas: one was promoted without the others. \
              Where it is, run \"dsync demote --since {epoch} --save FILE {path}\", which makes it a replica again and saves what was written to it; \
              or promote each of the others by itself there",
@@ -82,7 +82,7 @@ fn diverged(asked: &OpenGroup, paths: &[PathBuf], term: u64, (dir, state): (&Pat
         ));
     }
     let other = asked.members.iter().find_map(|open| open.origin.as_ref()).map_or(0, |origin| origin.term);
-    SyncError::Refused(format!(
+    SyncError::Diverged(format!(
         "the group {name} and its disks in {} have diverged: both are sources, of the terms {other} and {term}, and were apart since. Nothing was \
          changed. One of the two has to be given up, or saved: on its host, and on no other, run \"{demote}\", then sync the group from \
          the other one",

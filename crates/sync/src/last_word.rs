@@ -11,7 +11,7 @@ use source::BatchSessions;
 use crate::demote::DemoteSummary;
 use crate::error::SyncError;
 use crate::facts::bookmark;
-use crate::messages::{COMMITTED, Committed, Open, Origin, PLAN, Plan, expect, open, part};
+use crate::messages::{COMMITTED, Committed, Open, Origin, PLAN, Plan, Primary, expect, open, part};
 use crate::options::Way;
 use crate::site::Site;
 
@@ -29,10 +29,10 @@ pub struct LastWord<'a> {
 
 impl LastWord<'_> {
     /// Tells the replica at the other end of `link`, which its user calls `name`, that nothing was written to its source after its
-    /// last epoch. Returns its term if it was promoted already.
+    /// last epoch. Returns its term if it was promoted already, from that epoch.
     ///
     /// # Errors
-    /// Refused if it is not at that epoch, and if another one was told.
+    /// Refused if it is not at that epoch, or was promoted from another one, and if another one was told.
     pub fn give(
         &self,
         link: Link,
@@ -52,7 +52,10 @@ impl LastWord<'_> {
         let told = (|| {
             let status = open(&sender, &receiver, &request, None)?;
             if let Some(primary) = status.primary {
-                return Ok(Some(primary.term));
+                return match primary.line.goes_on_from(&self.demoted.line, &released.epoch) {
+                    true => Ok(Some(primary.term)),
+                    false => Err(self.went_another_way(destination, &primary)),
+                };
             }
             let at = status.replica.epoch.filter(|_| status.replica.source == Some(source));
             if at != Some(released.epoch) {
@@ -71,6 +74,26 @@ impl LastWord<'_> {
             Ok(None)
         })();
         part(sender, &receiver, told)
+    }
+
+    /// Why a disk that was promoted from another epoch is not told.
+    fn went_another_way(&self, destination: &Path, primary: &Primary) -> SyncError {
+        let (path, last) = (self.demoted.path.display(), self.released.epoch.number);
+        let there = destination.display();
+        let from = match primary.line.common(&self.demoted.line) {
+            Some(common) if common.number < last => format!(" from epoch {}", common.number),
+            _ => String::new(),
+        };
+        let (told, promote) = match self.told() {
+            Some(told) => (format!(", of which {told} was told"), format!("promote {told}; or, if none")),
+            None => (String::new(), "if no disk".into()),
+        };
+        SyncError::Refused(format!(
+            "{there} was promoted{from} (term {}), and is not known to have epoch {last} of {path}, its last one{told}. Nothing was changed. To go on \
+             with what {path} has, {promote} was promoted from that epoch, \"dsync promote --force {path}\" makes this the source again. To go on with \
+             {there}, sync from it: that says how to save what was written here, before it overwrites it",
+            primary.term
+        ))
     }
 
     /// The replica that was told before.

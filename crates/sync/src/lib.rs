@@ -81,7 +81,7 @@ mod verify;
 
 pub use account::count_failure;
 pub use allowed_paths::AllowedPaths;
-pub use attach::{attach, attach_group};
+pub use attach::{attach, attach_group, follow, follow_group};
 pub use batching::Batching;
 pub use conflict::{Conflict, Diverged, Divergence, Since};
 pub use cut_hook::CutHook;

@@ -166,6 +166,9 @@ pub(crate) struct Primary {
     /// Its history goes back to the epoch in common.
     #[serde(default)]
     pub reaches: bool,
+    /// Others may have written to it since: no delta has all of that.
+    #[serde(default)]
+    pub doubted: bool,
 }
 
 impl Open {
@@ -207,6 +210,9 @@ pub(crate) struct Status {
     pub in_place: bool,
     /// Bytes of its encoded unsure set, which follows as [`UNSURE`].
     pub unsure_bytes: usize,
+    /// Some of its blocks take space: it is not known to read as zeroes.
+    #[serde(default)]
+    pub holds_data: bool,
     /// It is not a replica, but the same source itself: nothing will be received.
     #[serde(default)]
     pub primary: Option<Primary>,
@@ -464,6 +470,7 @@ impl Status {
             wrong_size: None,
             in_place: false,
             unsure_bytes: 0,
+            holds_data: false,
             primary: None,
             moments: None,
             demotes_anew: Vec::new(),

@@ -44,6 +44,10 @@ pub(crate) struct Facts<'a> {
     pub name: &'a str,
     /// It is a disk in use, tracked in the kernel.
     pub live: Option<LiveDisk>,
+    /// It is known to read as zeroes.
+    pub empty: bool,
+    /// Bytes of it.
+    pub size: u64,
     /// What its history knows of the replica's positions.
     pub history: Knowledge,
     /// Where it remembers a replica of this name.
@@ -113,10 +117,13 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     let replica = &status.replica;
     let nothing = replica.positions.is_empty();
     if !options.create {
-        refuse_vanished(facts.name, status, facts.bookmark.as_ref())?;
+        refuse_vanished((facts.path, facts.name), status, facts.bookmark.as_ref())?;
     }
     if options.existing && nothing && replica.source.is_none() {
         return Err(Conflict::NoSuccessor { name: facts.name.to_owned(), path: facts.path.to_path_buf() });
+    }
+    if replica.gone && !options.create {
+        return Err(Conflict::Gone(status.path.clone()));
     }
     if let Some(other) = replica.source.filter(|source| *source != facts.uuid && !options.adopt) {
         return Err(Conflict::OtherSource {
@@ -132,6 +139,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
         };
     }
     refuse_foreign(facts, status, options)?;
+    refuse_emptied(facts, status, options)?;
     let something = replica.epoch.is_some() || !nothing;
     match options.method {
         Some(Method::Compare) => return Ok(Choice::compare("asked for")),
@@ -190,6 +198,26 @@ pub(crate) fn refuse_foreign(
         Knowledge::Foreign(why) if !options.adopt => {
             let (replica, path) = (status.path.clone(), facts.path.to_path_buf());
             Err(Conflict::Foreign { replica, path, why: why.clone() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a source that was lost, and in whose place is an empty file: a comparison would empty the replica as well.
+pub(crate) fn refuse_emptied(
+    facts: &Facts<'_>,
+    status: &Status,
+    options: &SyncOptions,
+) -> Result<(), Conflict> {
+    match &facts.history {
+        // Its user has said that it may have shrunk, to nothing in the end.
+        Knowledge::Lost(_) if options.shrink && facts.size == 0 => Ok(()),
+        Knowledge::Lost(why) if facts.empty && status.holds_data && !options.adopt => {
+            Err(Conflict::Emptied {
+                path: facts.path.to_path_buf(),
+                name: facts.name.to_owned(),
+                why: why.clone(),
+            })
         }
         _ => Ok(()),
     }
@@ -278,10 +306,15 @@ pub(crate) fn refuse_diverged(
 
 /// Refuses to create a replica in place of a missing one: most likely its disk is not attached, or its file system
 /// not mounted. `known` is where the source remembers it.
-pub(crate) fn refuse_vanished(name: &str, status: &Status, known: Option<&Bookmark>) -> Result<(), Conflict> {
+pub(crate) fn refuse_vanished(
+    (path, name): (&Path, &str),
+    status: &Status,
+    known: Option<&Bookmark>,
+) -> Result<(), Conflict> {
     match known.filter(|_| status.replica.positions.is_empty() && status.replica.source.is_none()) {
         None => Ok(()),
         Some(known) => Err(Conflict::Vanished {
+            path: path.to_path_buf(),
             name: name.to_owned(),
             time: device::moment(known.time),
             epoch: known.epoch.number,
@@ -438,7 +471,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
     let Changes { blocks, chain, size_before } = changes;
     let mut header = header(Method::Tracked, moment, size_before);
     header.resumes = replica.resumes;
-    if replica.under_way() || !replica.unsure.is_empty() || !replica.role.also().is_empty() {
+    if replica.under_way() || !replica.unsure.is_empty() || replica.role.demoted.is_some() {
         // Only this replica, in this very state, can use it.
         header.binds = Some(replica.nonce);
         header.size_before = replica.size;
@@ -467,13 +500,15 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
 }
 
 impl SyncPlan {
-    /// True if there is nothing to commit: the replica is at the plan's epoch, without leftovers.
+    /// True if there is nothing to commit: the replica is at the plan's epoch, without leftovers. A former source becomes a replica of this
+    /// one by a commit, also by one that writes nothing: until then it may be made the source again as if nothing were lost.
     pub(crate) fn is_done(&self, status: &Status) -> bool {
         let (replica, header) = (&status.replica, &self.header);
         let at = replica::Position { epoch: header.to().copied(), upto: header.size_after };
         header.method == Method::Tracked
             && replica.positions == [at]
             && replica.unsure.is_empty()
+            && replica.role.demoted.is_none()
             && !replica.under_way()
             && replica.resumes.is_none()
     }
@@ -522,6 +557,7 @@ mod tests {
         if has("other") {
             replica.source = Some(OTHER);
         }
+        replica.gone = has("gone");
         if has("unsure") {
             replica.unsure.extend(&[0..1, size - 1..size].into_iter().collect());
         }
@@ -564,8 +600,10 @@ mod tests {
             began: None,
             line: Line::default(),
             reaches: false,
+            doubted: false,
         });
-        Status { path: "/replica".into(), primary, ..Status::of(replica) }
+        let holds_data = has("at");
+        Status { path: "/replica".into(), primary, holds_data, ..Status::of(replica) }
     }
 
     /// A line in words: "line:2a5,3b9" is promotion a to term 2, from epoch 5 on, and promotion b to term 3, from epoch 9 on.
@@ -621,6 +659,8 @@ mod tests {
             },
             name: "far:/replica",
             live: has("live").then(|| LiveDisk { resized: has("resized") }),
+            empty: has("empty"),
+            size: 1,
             history,
             bookmark: has("remembered").then(|| Bookmark { epoch: epoch(4), time: 0, unread: 0 }),
         };
@@ -653,6 +693,10 @@ mod tests {
             ("none; remembered --adopt", "Vanished"),
             ("none; remembered --create", "copy, seeded"),
             ("none; remembered --tracked", "Vanished"),
+            ("none gone", "Gone"),
+            ("none gone; --adopt", "Gone"),
+            ("none gone; remembered", "Vanished"),
+            ("none gone; --create", "copy, seeded"),
             // What was copied without a freeze may hold what is in no other branch.
             ("at 5 fuzzy", "tracked"),
             (
@@ -692,6 +736,12 @@ mod tests {
             ("at 5; foreign --rolling", "Foreign"),
             ("at 5 term2; term2 foreign --compare", "Foreign"),
             ("at 5; foreign --adopt", "compare, compared: the replica was adopted"),
+            ("at 5; gap empty", "Emptied"),
+            ("at 5; gap empty --compare", "Emptied"),
+            ("at 5; gap empty --copy", "Emptied"),
+            ("at 5; gap empty --adopt", "compare, compared: the replica was adopted"),
+            ("at 5; empty", "tracked"),
+            ("nothing; gap empty", "copy, seeded"),
             ("unknown", "compare, compared: moving its parts in place was cut off"),
             ("unknown; --tracked", "Lost"),
             // Something that is not a replica of this source.
@@ -825,6 +875,8 @@ mod tests {
         for (situation, names) in [
             ("none; --tracked", ["/replica", "without --method tracked"]),
             ("none; remembered", ["far:/replica", "--create"]),
+            ("none; remembered", ["\"dsync forget /source far:/replica\"", "--create"]),
+            ("none gone", ["the file of replica /replica is gone", "--create"]),
             ("at 5; gap --tracked", ["/source", "omit --method tracked"]),
             ("at 5; foreign", ["/replica", "it was restored"]),
             ("other at 5", ["/replica", "--adopt"]),
@@ -962,7 +1014,7 @@ mod tests {
     fn a_plan_is_done_only_at_its_own_epoch_with_nothing_left_over() {
         let done = |situation: &str| planned(situation, 8, 5).unwrap().is_done(&replica(situation));
         assert!(done("at 7"));
-        for situation in ["at 5", "at 7 cut off", "at 7 partly", "unsure at 7"] {
+        for situation in ["at 5", "at 7 cut off", "at 7 partly", "unsure at 7", "demoted at 7; term2"] {
             assert!(!done(situation), "{situation}");
         }
     }

@@ -71,8 +71,16 @@ pub(crate) fn primary_at(
         (None, Some(promoted)) => {
             let epoch = lineage.as_ref().and_then(|lineage| lineage.epoch);
             let line = lineage.map(|lineage| lineage.role.line).unwrap_or_default();
-            let (term, began) = (promoted.term, epoch);
-            Ok(Some(Primary { term, epoch, common: None, written: None, began, line, reaches: false }))
+            Ok(Some(Primary {
+                term: promoted.term,
+                epoch,
+                common: None,
+                written: None,
+                began: epoch,
+                line,
+                reaches: false,
+                doubted: false,
+            }))
         }
         (None, None) => Ok(None),
     }
@@ -87,9 +95,11 @@ fn primary(state: &dyn Site, (place, about): (&Path, &About), origin: &Origin) -
     let common = line.common(&origin.line).or(theirs);
     // Where this side does not know the one in common, the other may know the beginning of this one's term.
     let since = common.or(began).filter(|epoch| knows(&history, epoch));
-    let written =
-        since.and_then(|since| written_after(state, (place, about), &history, &since).unwrap_or(None));
-    Ok(Primary { term, epoch: history.last(), common, written, began, line, reaches: since.is_some() })
+    // What cannot be looked at is reported by the command that is named.
+    let found = since.and_then(|since| written_after(state, (place, about), &history, &since).ok());
+    let (written, doubted) = found.map_or((None, false), |found| (found.bytes, found.doubted));
+    let (epoch, reaches) = (history.last(), since.is_some());
+    Ok(Primary { term, epoch, common, written, began, line, reaches, doubted })
 }
 
 fn knows(history: &History, epoch: &Epoch) -> bool {
@@ -113,34 +123,46 @@ pub(crate) fn two_sources(handle: &Handle, theirs: &Primary) -> Result<TwoSource
     // The beginning of either's term, where the other knows that, is the last of the branch that they share.
     let known = [theirs.began, theirs.common].into_iter().flatten().filter(|epoch| knows(&history, epoch));
     let common = known.max_by_key(|epoch| epoch.number).or(about.line.common(&theirs.line));
+    let mut lost = false;
     let here = common.filter(|common| knows(&history, common)).map(|common| {
-        let blocks = handle.written_after(&common).ok().map(|(blocks, _)| blocks.count());
+        let written = handle.written_after(&common);
+        lost = matches!(written, Err(SourceError::Lost { .. })) && !about.identity.is_block();
+        let blocks = written.ok().map(|(blocks, _)| blocks.count());
         blocks.map(|blocks| blocks.saturating_mul(about.block_size.into()))
     });
     let counted = common.is_some() && common == theirs.common.or(theirs.began);
     let there = (counted && (theirs.reaches || theirs.written.is_some())).then_some(theirs.written);
-    let since = |bytes: Option<Option<u64>>, line: &Line| {
+    let since = |bytes: Option<Option<u64>>, line: &Line, doubted: bool| {
         let begun = common.is_some_and(|common| line.has_begun_from(&common));
-        Since { has: bytes.is_some() || begun, ..Since::of(bytes) }
+        Since { has: bytes.is_some() || begun, doubted, ..Since::of(bytes) }
     };
-    Ok(TwoSources { common, here: since(here, &about.line), there: since(there, &theirs.line) })
+    let there = since(there, &theirs.line, theirs.doubted);
+    Ok(TwoSources { common, here: since(here, &about.line, lost), there })
 }
 
-/// Bytes written to a source after an epoch, at least: those are not counted that another program wrote. `None` if that is not known.
+/// What is known to be written to a source after an epoch.
+struct Written {
+    /// Bytes, at least: those are not counted that another program wrote. `None` where its history has a gap since.
+    bytes: Option<u64>,
+    /// Some of it is in no record, so no delta has all of it. Of a device at rest, only its user can know.
+    doubted: bool,
+}
+
 fn written_after(
     state: &dyn Site,
     (place, about): (&Path, &About),
     history: &History,
     epoch: &Epoch,
-) -> Result<Option<u64>, SourceError> {
+) -> Result<Written, SourceError> {
     let block_size = u64::from(about.block_size);
     let size = history.last().and_then(|last| history.size_at(&last)).unwrap_or(0).max(about.identity.size);
     let blocks = Bitmap::new(size.div_ceil(block_size));
     let position = Position { epoch: *epoch, upto: u64::MAX };
     if history.changes_since(&[position], about.block_size, &blocks).is_err() {
-        return Ok(None);
+        return Ok(Written { bytes: None, doubted: true });
     }
-    // What is not known is not counted.
-    state.written_since(place, about, history, &blocks)?;
-    Ok(Some(blocks.count().saturating_mul(block_size)))
+    let unrecorded = state.written_since(place, about, history, &blocks)?.is_some();
+    let rests = unrecorded && !about.identity.is_block();
+    let doubted = rests && state.doubt(place, about).is_ok_and(|doubt| doubt.is_some());
+    Ok(Written { bytes: Some(blocks.count().saturating_mul(block_size)), doubted })
 }

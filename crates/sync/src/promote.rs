@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use delta::Epoch;
+use delta::{Epoch, Term};
 use extents::Bitmap;
 use replica::{Outlook, Promoted, Rehearsed, Replica, ReplicaError, Verdict};
 use serde::Serialize;
@@ -59,6 +59,9 @@ pub struct Promotion {
     /// It is a former source, which has taken nothing since.
     #[serde(skip)]
     pub former: bool,
+    /// The promotion that had made it that, where its own source had not ended.
+    #[serde(skip)]
+    pub gave_up: Option<Term>,
     /// The group with which it was committed, and the folder of that.
     #[serde(skip)]
     pub group: Option<(String, PathBuf)>,
@@ -75,6 +78,13 @@ pub struct Promotion {
     pub dry_run: bool,
     /// What opening the replica had to mend.
     pub recovered: Option<String>,
+}
+
+impl Promotion {
+    /// The number of the last epoch that its old source has in common with it.
+    pub fn common(&self) -> u64 {
+        self.gave_up.map_or(self.epoch, |term| term.began.number)
+    }
 }
 
 /// Makes the replica at `path` the source.
@@ -145,7 +155,7 @@ fn may_succeed(state: &dyn Site, replica: &Replica, promotion: &Promotion) -> Re
     if let (Some((_, about)), false) = (known, promotion.completed) {
         let path = path.display();
         return Err(SyncError::Refused(format!(
-            "{path} is a source itself ({}), and was restored from a replica of another one: \"dsync forget --replica {path}\" makes it that source \
+            "{path} is a source itself ({}) and a replica of another one, as a disk is that was restored, or that was copied from before: \"dsync forget --replica {path}\" makes it that source \
              alone, and \"dsync forget {0}\" gives that up, with what it knows of its replicas, so that it can be promoted",
             about.uuid
         )));
@@ -189,6 +199,7 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         released: outlook.released,
         told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
         former: recorded.role.demoted.is_some(),
+        gave_up: recorded.gave_up().copied(),
         group: recorded.group.as_ref().map(|group| (group.name.clone(), group.dir_for(replica.path()))),
         file: source::file_name(replica.path()),
         fuzzy: outlook.fuzzy,

@@ -27,7 +27,7 @@ use crate::facts::{bookmark, facts, unknown_batch};
 use crate::messages::{Found, Open, PLAN, Plan, Status, VERDICT, open, part, text};
 use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
-use crate::plan::{refuse_diverged, refuse_foreign, refuse_vanished};
+use crate::plan::{refuse_diverged, refuse_emptied, refuse_foreign, refuse_vanished};
 use crate::read::FrameSize;
 use crate::report::{Progress, Totals};
 use crate::transfer::committed;
@@ -490,7 +490,7 @@ fn is_one_moment(status: &Status) -> bool {
 fn missing(handle: &Handle, name: &str, status: &Status, options: &VerifyOptions) -> Result<(), SyncError> {
     let bookmarks = handle.bookmarks()?.0;
     let bookmark = bookmark(name, status, &options.way);
-    Ok(refuse_vanished(name, status, bookmarks.get(&bookmark))?)
+    Ok(refuse_vanished((&handle.about().path, name), status, bookmarks.get(&bookmark))?)
 }
 
 /// Refuses to compare with another source of the same id, and to repair what has diverged.
@@ -506,7 +506,8 @@ fn refuse_sources(
     let sync = SyncOptions { way: options.way.clone(), ..SyncOptions::default() };
     let facts = facts(handle, status, name, &sync)?;
     refuse_diverged(&facts, status, &sync)?;
-    Ok(refuse_foreign(&facts, status, &sync)?)
+    refuse_foreign(&facts, status, &sync)?;
+    Ok(refuse_emptied(&facts, status, &sync)?)
 }
 
 /// Refuses what cannot be verified, or not repaired.

@@ -1,6 +1,8 @@
 //! The chunks in which a session's stream is sent: sequence number (u64), length (u32), bytes, all little-endian. Any
 //! connection may carry the next one; on each connection the numbers rise.
 
+use device::Buf;
+
 use super::hello::{HELLO, Hello};
 
 /// The most bytes that a chunk carries.
@@ -12,7 +14,7 @@ pub(super) const CHUNK_HEADER: usize = 12;
 #[derive(Debug)]
 pub(super) struct Chunk {
     pub(super) number: u64,
-    pub(super) bytes: Vec<u8>,
+    pub(super) bytes: Buf,
 }
 
 /// Writes the header into the room for it in front of a chunk's bytes.
@@ -66,7 +68,7 @@ impl Assembler {
             return Err(format!("chunk {number} after chunk {}", self.least.wrapping_sub(1)));
         }
         self.least = number + 1;
-        self.chunk = Some(Chunk { number, bytes: vec![0; len] });
+        self.chunk = Some(Chunk { number, bytes: Buf::scratch(len) });
         Ok(None)
     }
 

@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::{Condvar, Mutex, PoisonError};
 
+use device::Buf;
+
 use crate::flow::lock;
 
 /// Chunks in the order of the stream, each with room for its header in front.
@@ -16,7 +18,7 @@ pub(super) struct Queue {
 
 #[derive(Default)]
 struct QueueState {
-    chunks: VecDeque<Vec<u8>>,
+    chunks: VecDeque<Buf>,
     /// The next one's number.
     number: u64,
     closed: bool,
@@ -31,7 +33,7 @@ impl Queue {
     }
 
     /// Adds a chunk, waiting for room.
-    pub(super) fn put(&self, chunk: Vec<u8>) -> io::Result<()> {
+    pub(super) fn put(&self, chunk: Buf) -> io::Result<()> {
         let mut state = lock(&self.state);
         while state.chunks.len() >= self.most && !state.closed {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -47,7 +49,7 @@ impl Queue {
     }
 
     /// The next chunk and its number; `None` after the last, and at once after a cut.
-    pub(super) fn take(&self) -> Option<(u64, Vec<u8>)> {
+    pub(super) fn take(&self) -> Option<(u64, Buf)> {
         let mut state = lock(&self.state);
         loop {
             if state.why.is_some() {

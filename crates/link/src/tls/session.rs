@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use device::Buf;
 use rustls::Connection;
 
 use super::WINDOW;
@@ -70,8 +71,8 @@ pub(super) fn open(
             }
         }
     }
-    let reader = Reader { session: Arc::clone(&session), chunk: Vec::new(), at: 0 };
-    let writer = Writer { session: Arc::clone(&session), chunk: Vec::new() };
+    let reader = Reader { session: Arc::clone(&session), chunk: Buf::default(), at: 0 };
+    let writer = Writer { session: Arc::clone(&session), chunk: Buf::default() };
     let options =
         StreamOptions { window: WINDOW, timeout, activity: session.activity.clone(), trust: Some(trust) };
     Ok(Link::over(FramedStream::open(peer, reader, writer, options, Some(session))))
@@ -252,7 +253,7 @@ fn receive(session: &TlsSession, connection: &SessionConnection) -> Result<(), S
 /// The stream that comes in.
 struct Reader {
     session: Arc<TlsSession>,
-    chunk: Vec<u8>,
+    chunk: Buf,
     at: usize,
 }
 
@@ -280,8 +281,8 @@ impl Drop for Reader {
 /// The stream that goes out.
 struct Writer {
     session: Arc<TlsSession>,
-    /// With room for the header.
-    chunk: Vec<u8>,
+    /// With room for the header, and of the length of a full chunk with it: whole records of TLS.
+    chunk: Buf,
 }
 
 impl Write for Writer {
@@ -293,12 +294,14 @@ impl Write for Writer {
         let mut taken = 0;
         for slice in slices {
             if self.chunk.is_empty() {
-                self.chunk.reserve_exact(CHUNK_HEADER + CHUNK);
-                self.chunk.resize(CHUNK_HEADER, 0);
+                self.chunk = Buf::scratch(CHUNK);
+                self.chunk.set_len(CHUNK_HEADER);
             }
-            let room = CHUNK_HEADER + CHUNK - self.chunk.len();
+            let at = self.chunk.len();
+            let room = CHUNK - at;
             let len = room.min(slice.len());
-            self.chunk.extend_from_slice(&slice[..len]);
+            self.chunk.set_len(at + len);
+            self.chunk[at..].copy_from_slice(&slice[..len]);
             taken += len;
             if len == room {
                 self.flush()?;

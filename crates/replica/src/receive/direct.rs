@@ -52,7 +52,8 @@ impl Replica {
     pub(super) fn seed(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         if self.is_gone() && !self.options().create {
             return Err(ReplicaError::Away(format!(
-                "the file of replica {} is gone: bring it back, or pass --create to begin a new replica there",
+                "the file of replica {0} is gone. If its file system is not mounted, mount it and run again; if it is gone for good, \
+                 \"dsync forget {0}\" forgets it, and the same command begins a new replica there",
                 self.path().display()
             )));
         }
@@ -342,6 +343,11 @@ impl Direct {
 }
 
 impl Direct {
+    /// Goes on with what was applied. False if all of it is complete.
+    pub(super) fn advance(&mut self) -> bool {
+        self.applier.advance()
+    }
+
     /// Applies a frame; without one, all that is left of those before.
     pub(super) fn frame(&mut self, frame: Option<Frame>) -> std::result::Result<(), Stop> {
         let all = frame.is_none();

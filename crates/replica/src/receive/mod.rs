@@ -344,6 +344,15 @@ impl DeltaReceiver<'_> {
         Ok(())
     }
 
+    /// Goes on with what was taken, for a caller that has no unit at hand. False if there is nothing to go on with. What fails is told by
+    /// the next unit, or by [`DeltaReceiver::finish`].
+    pub fn advance(&mut self) -> bool {
+        match &mut self.sink {
+            Sink::Direct(direct) => direct.advance(),
+            Sink::Journal(_) | Sink::Closed => false,
+        }
+    }
+
     /// Ends a delta that cannot be completed: nothing of it is kept.
     pub(crate) fn give_up(mut self) {
         if let Sink::Journal(_) = std::mem::replace(&mut self.sink, Sink::Closed) {

@@ -439,7 +439,13 @@ impl Replica {
 
     /// The destination is gone: what was known of it says nothing of a new one.
     fn forget(&mut self) -> Result<()> {
-        self.tell("the replica's file is gone".into());
+        let past = match self.has_past_of(self.lineage().nonce) {
+            true => {
+                ", and a new replica begins without the moments that are kept of it: if the file was only moved, put it back to keep them"
+            }
+            false => "",
+        };
+        self.tell(format!("the replica's file is gone{past}"));
         // What is on disk stays until another replica is begun: the file may come back.
         self.set_gone(true);
         self.start_over(Lineage::new());
