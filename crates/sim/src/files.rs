@@ -199,7 +199,11 @@ impl StateFile for SimFile {
                 return Err(eio());
             }
             let grows = state.files.inode(self.inode)?.grows(0, len as usize);
-            state.take(grows)?;
+            if let Err(full) = state.take(grows) {
+                state.starved.insert(self.inode);
+                return Err(full);
+            }
+            state.starved.remove(&self.inode);
             let inode = state.files.inode(self.inode)?;
             inode.allocate(0..(len as usize).div_ceil(PAGE), true);
             if inode.len() < len {
