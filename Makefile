@@ -35,8 +35,7 @@ bpf:
 # tool or for time, leaves a line that begins with SKIPPED.
 test: check
 	@scripts/setup test
-	$(CARGO) build --workspace
-	DSYNC_BIN=$(abspath $(target))/debug/dsync $(CARGO) test --workspace --no-fail-fast
+	@CARGO='$(CARGO)' tests/suite.sh
 	@echo 'SKIPPED: the campaigns ran as samples; run "make soak" for their full counts (hours), "make test-vm" for all guests, "make test-deb" for the packages'
 
 # What needs guests: the kernel module, with all of its tests, on two of Debian's kernels; docs/failover.md; and the package,
@@ -44,7 +43,7 @@ test: check
 test-vm: deb
 	@scripts/setup build test test-deb
 	DSYNC_VM=1 DSYNC_DEB=$$(ls $(abspath $(packages))/dsync_*.deb) \
-		$(CARGO) test -p dsync-tests --test vm --test failover_page --test hosts -- --nocapture
+		$(CARGO) test -p dsync-tests --test user -- --nocapture vm:: failover_page:: hosts::
 
 # A distribution's Rust may lack a part of cargo.
 lint = @if $(CARGO) $(1) --version >/dev/null 2>&1; then echo '$(2)'; $(2); \

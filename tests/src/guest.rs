@@ -173,7 +173,7 @@ impl Guest {
 
     fn start(options: &Options) -> Guest {
         let kernel = options.kernel.folder().expect("a kernel: ask guest::possible first");
-        let folder = TempDir::with_prefix("dsync-guest-").expect("a temporary folder");
+        let folder = testing::temporary();
         let initrd = folder.path().join("initrd");
         fs::write(&initrd, initramfs(kernel, options)).expect("the initramfs");
         let console = folder.path().join("console");

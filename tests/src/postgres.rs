@@ -147,7 +147,7 @@ impl Database {
 }
 
 fn mounted(device: &Path) -> (TempDir, PathBuf, Mount) {
-    let place = TempDir::with_prefix("dsync-pg-").expect("a temporary folder");
+    let place = testing::temporary();
     std::fs::set_permissions(place.path(), PermissionsExt::from_mode(0o777)).expect("its mode");
     let mount = place.path().join("disk");
     let mounted = Mount::new(&["-t", "ext4"], device, &mount);

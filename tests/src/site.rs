@@ -38,8 +38,9 @@ pub fn binary() -> &'static Path {
 /// One machine's worth of dsync: images, state, sockets. Two of them on one machine behave as two hosts.
 pub struct Site {
     images: TempDir,
-    /// Sockets lie apart: the path of a Unix socket may have 107 bytes.
     sockets: TempDir,
+    /// Where its trackers are pinned.
+    pins: PathBuf,
 }
 
 impl Default for Site {
@@ -53,7 +54,8 @@ impl Site {
     pub fn new() -> Site {
         Site {
             images: crate::on_disk(),
-            sockets: TempDir::with_prefix("dsync-").expect("a temporary folder"),
+            sockets: testing::temporary(),
+            pins: testing::leftovers::pins(next()),
         }
     }
 
@@ -107,6 +109,8 @@ impl Site {
             .env("PATH", std::env::join_paths(path).expect("PATH"))
             .env("DSYNC_STATE_DIR", self.state())
             .env("DSYNC_CONF_DIR", self.path("conf"))
+            .env("DSYNC_RUN_DIR", self.path("run"))
+            .env("DSYNC_BPF_DIR", &self.pins)
             .env("HOME", self.dir())
             .dir(self.dir())
     }
@@ -143,6 +147,12 @@ impl Site {
         let mut server = Server { process: Some(process), socket };
         server.wait();
         server
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        testing::leftovers::unpin(&self.pins);
     }
 }
 

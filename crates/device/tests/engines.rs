@@ -23,7 +23,7 @@ struct Files(tempfile::TempDir, AtomicUsize);
 
 impl Files {
     fn new() -> Files {
-        Files(tempfile::tempdir().unwrap(), AtomicUsize::new(0))
+        Files(testing::temporary(), AtomicUsize::new(0))
     }
 
     fn make(&self, size: u64) -> PathBuf {
@@ -219,7 +219,7 @@ fn what_is_used_elsewhere_is_refused_and_named() {
     assert!(error.to_string().contains(&format!("pid {}", std::process::id())), "{error}");
     drop(first);
 
-    let folder = tempfile::tempdir().unwrap();
+    let folder = testing::temporary();
     let Some(mount) = formatted(device.path(), folder.path()) else { return skip("cannot mount here") };
     let said = in_use(device.path());
     let refused = open(device.path(), &exclusive).map(|_| ());
@@ -458,7 +458,7 @@ fn a_mounted_partition_takes_its_disk_and_not_its_sibling() {
         let _ = Command::new("addpart").arg(device.path()).args([n, start, "8192"]).status();
     }
     let part = |n| PathBuf::from(format!("{}p{n}", device.path().display()));
-    let folder = tempfile::tempdir().unwrap();
+    let folder = testing::temporary();
     let Some(mount) = formatted(&part(1), folder.path()) else {
         return skip("cannot make and mount partitions here");
     };

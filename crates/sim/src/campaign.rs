@@ -933,7 +933,7 @@ impl Run {
     fn is_unnoted(&self, which: usize) -> bool {
         let state = self.world.far.state();
         let note = state.files.find(&self.world.folder_of(which), "rest");
-        note.is_some_and(|note| state.starved.contains(&note))
+        note.is_some_and(|note| state.files.starved.contains(&note))
     }
 
     /// A replica may refuse to be opened with this error, after what was done to it.

@@ -20,6 +20,8 @@ pub struct FileSystem {
     pub room: Option<u64>,
     /// The limit stays until the end.
     pub room_stays: bool,
+    /// Files of state, by inode, for which there was no room when it was last asked for.
+    pub(crate) starved: BTreeSet<u64>,
 }
 
 /// The names in a folder.
@@ -63,7 +65,8 @@ impl FileSystem {
     /// Without any file.
     pub(crate) fn new(syncs_names: bool) -> FileSystem {
         let (inodes, folders) = (HashMap::new(), BTreeMap::new());
-        FileSystem { inodes, made: 0, folders, syncs_names, room: None, room_stays: false }
+        let starved = BTreeSet::new();
+        FileSystem { inodes, made: 0, folders, syncs_names, room: None, room_stays: false, starved }
     }
 
     /// Creates a file or device of this size, and returns its inode.

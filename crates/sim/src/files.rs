@@ -200,10 +200,10 @@ impl StateFile for SimFile {
             }
             let grows = state.files.inode(self.inode)?.grows(0, len as usize);
             if let Err(full) = state.take(grows) {
-                state.starved.insert(self.inode);
+                state.files.starved.insert(self.inode);
                 return Err(full);
             }
-            state.starved.remove(&self.inode);
+            state.files.starved.remove(&self.inode);
             let inode = state.files.inode(self.inode)?;
             inode.allocate(0..(len as usize).div_ceil(PAGE), true);
             if inode.len() < len {

@@ -88,8 +88,6 @@ pub struct State {
     pub held: HashMap<String, Weak<Held>>,
     /// What other programs wrote to replicas, until the campaign looks.
     pub foreign: Vec<Foreign>,
-    /// Files of state, by inode, for which there was no room when it was last asked for.
-    pub(crate) starved: BTreeSet<u64>,
     /// Called at each step, between calls: writers of live disks.
     pub dice: Random,
 }
@@ -197,7 +195,6 @@ impl Host {
             opened: BTreeSet::new(),
             held: HashMap::new(),
             foreign: Vec::new(),
-            starved: BTreeSet::new(),
             dice: dice.fork(),
         };
         Arc::new(Host { name, scratch: scratch.to_path_buf(), state: Mutex::new(state) })

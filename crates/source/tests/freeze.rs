@@ -29,7 +29,7 @@ impl Scene {
     }
 
     fn made() -> Option<Scene> {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = testing::temporary();
         let image = folder.path().join("image");
         std::fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
         run("mkfs.ext4", ["-q".as_ref(), image.as_os_str()])?;
@@ -298,7 +298,7 @@ fn what_is_hidden_by_another_file_system_is_not_frozen_in_its_stead() {
 #[test]
 fn btrfs_is_known_by_its_subvolumes() {
     let what = "freezing Btrfs";
-    let folder = tempfile::tempdir().unwrap();
+    let folder = testing::temporary();
     let (image, place) = (folder.path().join("image"), folder.path().join("mount"));
     std::fs::File::create(&image).unwrap().set_len(300 << 20).unwrap();
     let made = run("mkfs.btrfs", ["-q".as_ref(), image.as_os_str()]);

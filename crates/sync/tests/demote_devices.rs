@@ -25,7 +25,7 @@ impl Host {
         if !need_root(what) || !need(&["losetup"], what) {
             return None;
         }
-        let folder = tempfile::tempdir().unwrap();
+        let folder = testing::temporary();
         let image = |name: &str| {
             let path = folder.path().join(name);
             std::fs::write(&path, vec![7; 4 * MIB as usize]).unwrap();

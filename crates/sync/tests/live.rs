@@ -154,7 +154,7 @@ impl Scene {
     }
 
     fn of(blocks: u64) -> Scene {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = testing::temporary();
         let image = folder.path().join("disk");
         std::fs::File::create(&image).unwrap().set_len(blocks * BLOCK).unwrap();
         let state = folder.path().join("record");

@@ -1,7 +1,9 @@
 //! Requirements of tests, and how missing ones are reported.
 
+use std::ffi::OsStr;
 use std::io::Write;
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 
 /// True when the long campaigns are to run their full counts.
 pub fn soak() -> bool {
@@ -69,4 +71,12 @@ pub fn search_path() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
     folders.extend(["/usr/local/sbin", "/usr/sbin", "/sbin"].map(PathBuf::from));
     folders
+}
+
+/// What a program prints, without blanks around it; `None` if it fails or is missing. Looked up in root's PATH too.
+pub fn run<A: AsRef<OsStr>>(program: &str, arguments: impl IntoIterator<Item = A>) -> Option<String> {
+    let path = std::env::join_paths(search_path()).expect("PATH");
+    let mut command = Command::new(program);
+    let output = command.args(arguments).env("PATH", path).stdin(Stdio::null()).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }

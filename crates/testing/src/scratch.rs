@@ -2,26 +2,38 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use tempfile::TempDir;
 
-use crate::search_path;
+use crate::needs::run;
+use crate::{leftovers, stopwatch};
 
 /// A folder on a real disk, where files can be opened directly; removed with the value. In `DSYNC_TEST_DIR`, or else in cargo's
 /// target folder.
 pub fn on_disk() -> TempDir {
+    stopwatch::start();
     let place = std::env::var_os("DSYNC_TEST_DIR")
         .map(PathBuf::from)
         .unwrap_or_else(|| profile_dir().parent().expect("target").join("tmp"));
     std::fs::create_dir_all(&place).unwrap_or_else(|e| panic!("{}: {e}", place.display()));
-    TempDir::with_prefix_in("dsync-test-", &place).unwrap_or_else(|e| panic!("{}: {e}", place.display()))
+    leftovers::remove(&place);
+    TempDir::with_prefix_in(leftovers::name(), &place).unwrap_or_else(|e| panic!("{}: {e}", place.display()))
+}
+
+/// A folder with a short path, as the path of a Unix socket may have 107 bytes; removed with the value.
+pub fn temporary() -> TempDir {
+    stopwatch::start();
+    TempDir::with_prefix(leftovers::name()).expect("a temporary folder")
 }
 
 /// A folder in memory, where there is such a place, for tests that use thousands of them; removed with the value.
 pub fn in_memory() -> TempDir {
+    stopwatch::start();
     let memory = Path::new("/dev/shm");
-    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.expect("a folder")
+    match memory.is_dir() {
+        true => TempDir::with_prefix_in(leftovers::name(), memory).expect("a folder"),
+        false => temporary(),
+    }
 }
 
 /// The folder of a profile (`target/debug`) that this test was built into.
@@ -32,14 +44,6 @@ pub fn profile_dir() -> PathBuf {
         .and_then(Path::parent)
         .map(Path::to_path_buf)
         .expect("a test lies in target/PROFILE/deps")
-}
-
-/// What a program prints, without blanks around it; `None` if it fails or is missing. Looked up in root's PATH too.
-pub fn run<A: AsRef<OsStr>>(program: &str, arguments: impl IntoIterator<Item = A>) -> Option<String> {
-    let path = std::env::join_paths(search_path()).expect("PATH");
-    let mut command = Command::new(program);
-    let output = command.args(arguments).env("PATH", path).stdin(Stdio::null()).output().ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
 /// A loop device over an image, detached with the value.

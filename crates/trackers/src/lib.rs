@@ -33,3 +33,9 @@ pub use last_write_time::LastWriteTime;
 pub use tracked::{Follower, Frozen, Settings, TrackError, TrackedDisk};
 pub use tracker::Tracker;
 pub use tracker_lock::TrackerLock;
+
+/// The folder that this variable of the environment names, else this one.
+fn folder(variable: &str, otherwise: &str) -> std::path::PathBuf {
+    let named = std::env::var_os(variable).filter(|folder| !folder.is_empty());
+    named.unwrap_or_else(|| otherwise.into()).into()
+}

@@ -1,6 +1,6 @@
 //! The lock for ending the epochs of a tracker.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use device::FolderLock;
@@ -15,7 +15,9 @@ pub struct TrackerLock {
 }
 
 /// Where the locks are kept: like a tracker, at most until the machine stops.
-const HOLDS: &str = "/run/dsync/trackers";
+fn holds() -> PathBuf {
+    crate::folder("DSYNC_RUN_DIR", "/run/dsync").join("trackers")
+}
 
 /// How long to wait for the lock: another sync may be just ending.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -27,7 +29,7 @@ impl TrackerLock {
         let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
         // Files in place of a device (in tests) share the device number of their file system.
         let name = if identity.is_block() { number } else { format!("{number}-{}", identity.ino) };
-        let place = Path::new(HOLDS).join(name);
+        let place = holds().join(name);
         let until = Instant::now() + PATIENCE;
         loop {
             let taken = device::Dir::open(&place).and_then(|_| FolderLock::take(&place));

@@ -42,7 +42,7 @@ fn names(folder: &Path) -> Vec<String> {
 #[test]
 fn a_file_is_seeded_and_kept_up_to_date() {
     let _alone = alone();
-    let temp = tempfile::tempdir().unwrap();
+    let temp = testing::temporary();
     let path = temp.path().join("vm.raw");
     let source = source();
     assert_eq!(inspect(&path, &Options::default()).unwrap(), None);
@@ -106,7 +106,7 @@ fn holes_stay_holes_and_odd_sizes_fit() {
 #[test]
 fn what_is_refused_leaves_no_trace() {
     let _alone = alone();
-    let temp = tempfile::tempdir().unwrap();
+    let temp = testing::temporary();
     let path = temp.path().join("vm.raw");
     std::fs::write(&path, b"precious").unwrap();
     let error = open(&path).err().unwrap();
@@ -134,7 +134,7 @@ fn what_is_refused_leaves_no_trace() {
 #[test]
 fn one_process_at_a_time() {
     let _alone = alone();
-    let temp = tempfile::tempdir().unwrap();
+    let temp = testing::temporary();
     let path = temp.path().join("vm.raw");
     let first = open(&path).unwrap();
     let error = open(&path).err().unwrap();
@@ -255,7 +255,7 @@ fn later(path: &Path) {
 #[test]
 fn a_write_during_the_flush_of_batches_is_noticed() {
     let _alone = alone();
-    let temp = tempfile::tempdir().unwrap();
+    let temp = testing::temporary();
     let (path, source, meddled) = (temp.path().join("vm.raw"), batches::source(), Arc::default());
     let power = Power::new(Outage::Kill);
     let mut replica = open_meddled(&path, &power, None, &meddled).unwrap();
@@ -307,7 +307,7 @@ fn a_copy_just_put_in_place_covers_no_foreign_write() {
     let _alone = alone();
     let source = source();
     let run = |step: Option<u64>| {
-        let temp = tempfile::tempdir().unwrap();
+        let temp = testing::temporary();
         let (path, power) = (temp.path().join("vm.raw"), Power::new(Outage::Kill));
         power.cut_at(step.unwrap_or(u64::MAX));
         if let Ok(mut replica) = open_frail(&path, &power, None) {
@@ -429,7 +429,7 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
 #[test]
 fn what_others_did_is_told() {
     let _alone = alone();
-    let temp = tempfile::tempdir().unwrap();
+    let temp = testing::temporary();
     let (path, other) = (temp.path().join("vm.raw"), temp.path().join("web.raw"));
     let source = source();
     merge(&mut open(&path).unwrap(), &source.seed(0), Commit::Journal).unwrap();
@@ -807,7 +807,7 @@ fn write_elsewhere(source: &Source, path: &Path) {
 fn an_adoption_that_comes_to_nothing_leaves_the_note_of_a_file() {
     let _alone = alone();
     let source = source();
-    let temp = tempfile::tempdir().unwrap();
+    let temp = testing::temporary();
     let path = temp.path().join("vm.raw");
     let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
     let mut replica = Replica::open(&path, &options).unwrap();

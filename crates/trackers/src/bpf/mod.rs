@@ -48,7 +48,7 @@ const BEGAN: &str = "it was not tracked before";
 
 /// Where a device's tracker is pinned.
 fn folder(number: &str) -> PathBuf {
-    Path::new(load::BPFFS).join("dsync").join(number)
+    crate::folder("DSYNC_BPF_DIR", "/sys/fs/bpf/dsync").join(number)
 }
 
 /// Starts tracking the block device at `device`, in blocks of `block_size` bytes, or of 4 KiB and more for disks above

@@ -51,7 +51,7 @@ struct Loop {
 
 impl Loop {
     fn new(mib: u64) -> Loop {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = testing::temporary();
         let image = folder.path().join("image");
         run(&format!("head -c {mib}M /dev/urandom >{}", image.display()));
         Self::over(image, folder)
@@ -266,7 +266,7 @@ struct Slow {
 
 impl Slow {
     fn new() -> Slow {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = testing::temporary();
         let (content, mount) = (folder.path().join("content"), folder.path().join("slow"));
         std::fs::create_dir(&mount).unwrap();
         run(&format!("head -c 16M /dev/urandom >{}", content.display()));
@@ -525,7 +525,7 @@ fn a_saved_record_is_believed_only_if_nobody_wrote_since() {
         return;
     }
     let disk = Loop::new(320);
-    let state = tempfile::tempdir().unwrap();
+    let state = testing::temporary();
     let state = device::Dir::open(state.path()).unwrap();
     let mnt = disk.folder.path().join("mnt");
     std::fs::create_dir(&mnt).unwrap();
@@ -588,7 +588,7 @@ fn a_disk_that_was_attached_anew_is_followed_again() {
         return;
     }
     let disk = Loop::new(8);
-    let state = tempfile::tempdir().unwrap();
+    let state = testing::temporary();
     let state = device::Dir::open(state.path()).unwrap();
     for saved in [false, true] {
         let _ = remove(&disk.device);
@@ -616,7 +616,7 @@ fn after_a_reboot_no_record_of_an_encrypted_disk_is_believed() {
         return;
     }
     let disk = Loop::new(8);
-    let state = tempfile::tempdir().unwrap();
+    let state = testing::temporary();
     let saved = state.path().join(saved::NAME);
     let state = device::Dir::open(state.path()).unwrap();
     for signature in ["nothing", "LUKS\\272\\276"] {
@@ -643,7 +643,7 @@ fn after_a_reboot_no_record_of_an_encrypted_disk_is_believed() {
 
 #[test]
 fn what_can_not_be_tracked_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = testing::temporary();
     let file = folder.path().join("file");
     std::fs::write(&file, [0; 8192]).unwrap();
     let said = add(&file, None).err().unwrap().to_string();
@@ -683,7 +683,7 @@ fn the_object_is_built_from_the_source() {
             &format!("it was built by clang 14.0.6, here is {version}"),
         );
     }
-    let folder = tempfile::tempdir().unwrap();
+    let folder = testing::temporary();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     run(&format!(
         "cp -r {0}/bpf {0}/Makefile {0}/scripts {0}/Cargo.toml {1}; cd {1}; cp bpf/track.bpf.o old; make -s bpf; \

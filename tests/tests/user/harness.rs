@@ -16,7 +16,7 @@ struct Reference {
 
 impl Reference {
     fn serve(image: &Path) -> Reference {
-        let folder = tempfile::TempDir::with_prefix("dsync-").expect("a temporary folder");
+        let folder = testing::temporary();
         let process = Run::new("qemu-nbd")
             .args([
                 "--format=raw",

@@ -1,7 +1,6 @@
 //! A disk that is mounted and busy is followed and copied, with its file system frozen for a moment.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dsync_tests::mount::{Loop, Mount};
@@ -16,17 +15,12 @@ fn database(action: &str) -> Run {
     Run::new("/usr/bin/python3").arg(repository().join("tests/chain.py")).arg(action)
 }
 
-/// The BPF file system may have to be mounted for a test, and the tests of this file share it.
-static BPF: Mutex<()> = Mutex::new(());
-
 /// A loop device that dsync tracks, an ext4 file system on it mounted. The fields are let go in this order.
 struct Tracked {
     _mount: Mount,
     device: Loop,
     place: PathBuf,
     site: Site,
-    _bpf: Option<Mount>,
-    _alone: MutexGuard<'static, ()>,
 }
 
 impl Tracked {
@@ -34,14 +28,6 @@ impl Tracked {
         if !need_root(what) || !need(&["mkfs.ext4", "losetup", "e2fsck"], what) {
             return None;
         }
-        let alone = BPF.lock().unwrap_or_else(PoisonError::into_inner);
-        let mounts = std::fs::read_to_string("/proc/self/mounts").expect("the table of mounts");
-        let mounted = mounts.lines().any(|line| line.split(' ').nth(1) == Some("/sys/fs/bpf"));
-        let bpf = if mounted {
-            None
-        } else {
-            Mount::new(&["-t", "bpf"], Path::new("bpf"), Path::new("/sys/fs/bpf"))
-        };
         let site = Site::new();
         let image = site.image("disk.raw", size);
         let device = Loop::new(&image);
@@ -57,7 +43,7 @@ impl Tracked {
         if !got(mount.as_ref().ok_or("mounting is not allowed"), what) {
             return None;
         }
-        let tracked = Tracked { _mount: mount?, device, place, site, _bpf: bpf, _alone: alone };
+        let tracked = Tracked { _mount: mount?, device, place, site };
         let added = tracked.site.dsync(["track", "add"]).arg(tracked.device.device()).output();
         let can = if added.status.success() { Ok(()) } else { Err(added.stderr) };
         got(can, what).then_some(tracked)

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use dsync_tests::far::Far;
@@ -13,17 +14,14 @@ use rustix::process::Signal;
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
 
-/// Names of loop devices that nothing else takes.
-fn device(number: u32) -> PathBuf {
-    format!("/dev/loop{}", 3000 + std::process::id() % 1000 * 10 + number).into()
-}
-
-/// Removes such a device at the end.
+/// The name of a loop device that nothing else takes; the device is removed at the end.
 struct Node(PathBuf);
 
 impl Node {
-    fn new(number: u32) -> Node {
-        Node(device(number))
+    fn new() -> Node {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Node(format!("/dev/loop{}", 3000 + std::process::id() % 1000 * 10 + number).into())
     }
 
     fn attach(&self, image: &Path) -> Option<Loop> {
@@ -206,7 +204,7 @@ fn a_write_to_a_replicas_device_or_partition_is_noticed() {
     let mut scene = Scene::synced(what, 64 * MIB);
     scene.stop();
     Run::shell(&format!("echo 2048,,L | sfdisk -q {}", scene.image.display())).ok();
-    let node = Node::new(0);
+    let node = Node::new();
     {
         let Some(disk) = node.attach(&scene.image) else { return skipped(what, "no loop device of a name") };
         let part = partition(disk.device());
@@ -217,7 +215,7 @@ fn a_write_to_a_replicas_device_or_partition_is_noticed() {
     }
     scene.start();
     let file = scene.site.image("device.img", 64 * MIB);
-    let node = Node::new(1);
+    let node = Node::new();
     let disk = node.attach(&file).expect("a loop device");
     let place = disk.device().to_path_buf();
     sync(&scene, &place, &[]).ok();
@@ -292,7 +290,7 @@ fn disks_that_are_exchanged_under_one_name() {
     }
     let mut scene = Scene::new(what, 16 * MIB);
     let disks = ["a.img", "b.img", "c.img"].map(|name| scene.site.image(name, 16 * MIB));
-    let node = Node::new(2);
+    let node = Node::new();
     let Some(disk) = node.attach(&disks[0]) else { return skipped(what, "no loop device of a name") };
     let place = disk.device().to_path_buf();
     let mut client = scene.client();
@@ -476,7 +474,7 @@ fn a_disk_that_was_detached_is_not_taken_for_one_that_stayed() {
         return;
     }
     let site = Site::new();
-    let node = Node::new(5);
+    let node = Node::new();
     let file = site.image("disk.img", 64 * MIB);
     let Some(disk) = node.attach(&file) else { return skipped(what, "no loop device of a name") };
     Run::new("mkfs.ext4").arg("-q").arg(disk.device()).ok();
@@ -517,7 +515,7 @@ fn a_write_after_a_replica_was_attached_anew_is_noticed() {
     }
     let mut scene = Scene::synced(what, 16 * MIB);
     let file = scene.site.image("device.img", 16 * MIB);
-    let node = Node::new(2);
+    let node = Node::new();
     let recover = |place: &Path| scene.site.dsync(["recover"]).arg(place);
     {
         let Some(disk) = node.attach(&file) else { return skipped(what, "no loop device of a name") };

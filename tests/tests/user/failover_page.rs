@@ -86,7 +86,7 @@ impl Machine {
             let options = guest::Options { script, disks: vec![uri.into()], ..Default::default() };
             return Some(Machine::Vm(Guest::boot(&options)));
         }
-        let place = TempDir::with_prefix("dsync-page-").expect("a temporary folder");
+        let place = testing::temporary();
         let [fuse, disk, flag] = ["fuse", "disk", "stop"].map(|name| place.path().join(name));
         let device = Attached::new(uri, &fuse)?;
         let shown = |path: &Path| path.display().to_string();
@@ -185,12 +185,12 @@ fn program(path: &Path, text: &str) {
 
 impl World {
     fn new(vm: bool) -> World {
-        let (disk, tools) = (on_disk(), TempDir::with_prefix("dsync-").expect("a temporary folder"));
+        let (disk, tools) = (on_disk(), testing::temporary());
         let mut hosts = BTreeMap::new();
         for name in HOSTS {
             let srv = disk.path().join(name);
             std::fs::create_dir(&srv).expect("a folder");
-            let run = TempDir::with_prefix("dsync-").expect("a temporary folder");
+            let run = testing::temporary();
             program(
                 &tools.path().join(name),
                 &format!(

@@ -24,7 +24,7 @@ struct AtWork {
 
 /// A device over an export; `None` where that cannot be had.
 fn attach(server: &Server) -> Option<(Attached, TempDir)> {
-    let place = TempDir::with_prefix("dsync-fuse-").expect("a temporary folder");
+    let place = testing::temporary();
     Some((Attached::new(&server.uri("vm"), &place.path().join("fuse"))?, place))
 }
 

@@ -1,0 +1,159 @@
+//! What tests that were killed have left on the machine: processes, mounts, loop devices, pinned trackers, folders. The next run removes it.
+//!
+//! All of it bears the name of its test's process, `dsync-test-PID-`, in a path. What belongs to a process that lives, and whatever has
+//! no such name, is not touched.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::needs::run;
+
+/// How the names of all that tests make begin.
+const NAME: &str = "dsync-test-";
+/// Where trackers are pinned.
+const BPFFS: &str = "/sys/fs/bpf";
+
+/// How the names of all that this process makes begin.
+pub fn name() -> String {
+    format!("{NAME}{}-", std::process::id())
+}
+
+/// A folder below which trackers are pinned for one site of this process, by its number. It need not exist. Its file system is mounted, for
+/// root: two commands that find it missing at once would mount one over the other.
+pub fn pins(site: u32) -> PathBuf {
+    static MOUNTED: Once = Once::new();
+    MOUNTED.call_once(|| {
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        if !mounts.lines().any(|mount| mount.split(' ').nth(1) == Some(BPFFS)) {
+            run("mount", ["-t", "bpf", "bpf", BPFFS]);
+        }
+    });
+    Path::new(BPFFS).join(format!("{}{site}", name()))
+}
+
+/// Removes a folder of pins with all trackers in it: they end.
+pub fn unpin(folder: &Path) {
+    for tracker in fs::read_dir(folder).into_iter().flatten().flatten() {
+        for pin in fs::read_dir(tracker.path()).into_iter().flatten().flatten() {
+            let _ = fs::remove_file(pin.path());
+        }
+        let _ = fs::remove_dir(tracker.path());
+    }
+    let _ = fs::remove_dir(folder);
+}
+
+/// True if this text names something of a test's process that is gone.
+fn is_left(text: &str) -> bool {
+    let owner = |rest: &str| rest.split('-').next().and_then(|number| number.parse::<u32>().ok());
+    text.split(NAME)
+        .skip(1)
+        .filter_map(owner)
+        .any(|owner| !Path::new("/proc").join(owner.to_string()).exists())
+}
+
+/// Removes what was left, once in a process. `place` is where this run's scratch folders lie.
+pub(crate) fn remove(place: &Path) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        processes();
+        mounts();
+        loops();
+        let memory = Path::new("/dev/shm");
+        for place in [place, Path::new(BPFFS), memory, &std::env::temp_dir()] {
+            folders(place);
+        }
+    });
+}
+
+/// Processes that were started for a test: their environment says so. Not those of somebody who looks into its folder.
+fn processes() {
+    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let number = process.file_name().to_str().and_then(|number| number.parse().ok());
+        let Some(pid) = number.and_then(Pid::from_raw) else { continue };
+        let environment = fs::read(process.path().join("environ")).unwrap_or_default();
+        let mut variables = environment.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+        if variables.any(|variable| variable.starts_with("DSYNC_STATE_DIR=") && is_left(&variable)) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
+fn mounts() {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    // The last comes first: one may lie on another.
+    for mount in mounts.lines().rev() {
+        let place = mount.split(' ').nth(1).unwrap_or_default();
+        if is_left(place) {
+            run("umount", ["--lazy", place]);
+        }
+    }
+}
+
+fn loops() {
+    for device in fs::read_dir("/sys/block").into_iter().flatten().flatten() {
+        let image = fs::read_to_string(device.path().join("loop/backing_file")).unwrap_or_default();
+        if is_left(&image) {
+            run("losetup", [OsStr::new("--detach"), Path::new("/dev").join(device.file_name()).as_os_str()]);
+        }
+    }
+}
+
+fn folders(place: &Path) {
+    for entry in fs::read_dir(place).into_iter().flatten().flatten() {
+        if !entry.file_name().to_str().is_some_and(|name| name.starts_with(NAME) && is_left(name)) {
+            continue;
+        }
+        match place == Path::new(BPFFS) {
+            true => unpin(&entry.path()),
+            false => drop(fs::remove_dir_all(entry.path())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_belongs_to_a_living_process_is_not_left() {
+        assert!(!is_left(&format!("/x/{}abc/vm.raw", name())));
+        assert!(!is_left("/x/dsync-test-/vm.raw") && !is_left("/x/dsync-tests/vm.raw") && !is_left(""));
+        // No process has a number above the kernel's bound.
+        assert!(is_left("/x/dsync-test-4194305-abc/vm.raw (deleted)"));
+    }
+
+    #[test]
+    fn what_a_killed_test_has_left_is_removed() {
+        let place = crate::on_disk();
+        let left = place.path().join("dsync-test-4194305-abc");
+        let kept = place.path().join("dsync-test");
+        fs::create_dir_all(left.join("state")).unwrap();
+        fs::create_dir(&kept).unwrap();
+        let mut process = std::process::Command::new("sleep")
+            .arg("60")
+            .env("DSYNC_STATE_DIR", left.join("state"))
+            .spawn()
+            .unwrap();
+        let image = left.join("image");
+        fs::write(&image, vec![0; 1 << 20]).unwrap();
+        let attached = run("losetup", ["--find".as_ref(), "--show".as_ref(), image.as_os_str()]);
+        let mounted = run("mount", ["-t", "tmpfs", "none", left.join("state").to_str().unwrap()]);
+        processes();
+        mounts();
+        loops();
+        folders(place.path());
+        assert!(!process.wait().unwrap().success());
+        assert!(!left.exists() && kept.exists());
+        if let Some(device) = attached {
+            let name = Path::new(&device).file_name().unwrap().to_owned();
+            let image = fs::read_to_string(Path::new("/sys/block").join(name).join("loop/backing_file"));
+            assert!(!image.unwrap_or_default().contains("dsync-test-4194305"));
+        }
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        assert!(mounted.is_none() || !mounts.contains("dsync-test-4194305"));
+    }
+}

@@ -1,0 +1,22 @@
+#!/bin/sh
+# Every test, with a sample of the long campaigns. At the end the ten slowest, and the time of the whole.
+set -u
+cd "$(dirname "$0")/.."
+cargo=${CARGO:-cargo}
+target=${CARGO_TARGET_DIR:-$PWD/target}
+began=$(date +%s)
+DSYNC_TEST_TIMES=$target/test-times
+export DSYNC_TEST_TIMES
+rm -f "$DSYNC_TEST_TIMES"
+
+# The command first: a test of what a user does would build it, and its time would be the test's.
+"$cargo" build --workspace && "$cargo" test --workspace --no-run || exit
+built=$(date +%s)
+# Most tests wait, for a disk, a link or a guest.
+DSYNC_BIN=$target/debug/dsync RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(($(nproc) * 4))} "$cargo" test --workspace --no-fail-fast
+code=$?
+echo 'The slowest tests, in seconds:'
+sort -rn "$DSYNC_TEST_TIMES" | head -n 10
+now=$(date +%s)
+echo "built in $((built - began)) s, tested in $((now - built)) s"
+exit $code
