@@ -37,7 +37,23 @@ fn changes_roles(seed: u64) -> bool {
 pub static TRAILS: AtomicU64 = AtomicU64::new(0);
 
 /// Does the run of a seed.
+///
+/// # Errors
+/// What went wrong.
 pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
+    run_with(seed, scratch, false)
+}
+
+/// The same where a live disk has a tracker with a fault: it forgets what is in flight at a checkpoint. A campaign that does not find that
+/// finds nothing.
+///
+/// # Errors
+/// What went wrong.
+pub fn canary(seed: u64, scratch: &Path) -> Result<Table, Failure> {
+    run_with(seed, scratch, true)
+}
+
+fn run_with(seed: u64, scratch: &Path, forgetful: bool) -> Result<Table, Failure> {
     let mut dice = Random::seeded(seed);
     if changes_roles(seed) {
         let scene = Scene::draw(&mut dice);
@@ -45,6 +61,7 @@ pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
     }
     let cell = Cell::draw(&mut dice);
     let world = World::new(cell, &mut dice, scratch);
+    world.near.state().trackers.values_mut().for_each(|tracker| tracker.forgetful = forgetful);
     let pipes = dice.one_in(16) && !cell.origin.is_live();
     let mut run = Run {
         world,
@@ -644,10 +661,12 @@ impl Run {
             };
             self.world.near.plan(at, Event::Does(Box::new(act)));
         }
+        let slow = self.world.dice.one_in(3);
         for _ in 0..count {
             let dice = &mut self.world.dice;
             let at = dice.within(1..self.last_steps.max(20));
-            let lands = at + dice.below(12);
+            // A slow one is in flight over whole checkpoints.
+            let lands = at + if slow { dice.within(60..200) } else { dice.below(12) };
             let write = Write::draw(dice, len);
             let idles = dice.one_in(4);
             let moments = self.world.moments.clone();

@@ -9,7 +9,7 @@ use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::number;
-use dsync_tests::{Background, Random, Run, Scene, need, need_root, rounds};
+use dsync_tests::{Background, Random, Run, Scene, need, need_root, rounds, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 const MIB: u64 = 1 << 20;
@@ -19,15 +19,6 @@ const MIRRORING: &str = "mirroring to";
 
 fn mirror(scene: &Scene, replica: &Path, options: &[&str]) -> Run {
     scene.site.dsync(["mirror", "--json", "-v"]).arg(&scene.image).arg(replica).args(options)
-}
-
-/// Waits until the replica, or what lies in its journal, has grown out of what it was.
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(180);
-    while !done() {
-        assert!(Instant::now() < until, "waited for three minutes: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// Ends a mirror in good order: its batches and its summary.
@@ -139,7 +130,7 @@ fn a_range_of_a_replica_that_is_ahead_is_not_repaired_alone() {
     running.wait_to_say(MIRRORING);
     let before = std::fs::metadata(&scene.replica).unwrap().modified().unwrap();
     scene.change(100);
-    wait_until("a batch", || std::fs::metadata(&scene.replica).unwrap().modified().unwrap() != before);
+    until("a batch", || std::fs::metadata(&scene.replica).unwrap().modified().unwrap() != before);
     running.kill();
     let ahead = || scene.site.dsync(["recover"]).arg(&scene.replica).ok().text().contains("the last batch");
     assert!(ahead());
@@ -178,7 +169,7 @@ fn a_mirror_outlives_its_server() {
         assert!(running.ended().is_none(), "{}", running.stderr_so_far());
     }
     scene.change(50);
-    wait_until("the last change arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+    until("the last change arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
     stop(running);
     scene.equal();
 }
@@ -193,7 +184,7 @@ fn a_server_that_stays_away_is_waited_for() {
     let run = scene.site.dsync(["mirror", "-v", "--bwlimit", "4M"]).arg(&scene.image).arg(&scene.replica);
     let mut running = run.start();
     let partial = scene.replica.with_extension("raw.partial");
-    wait_until("the first copy begins", || std::fs::metadata(&partial).is_ok_and(|found| found.len() > 0));
+    until("the first copy begins", || std::fs::metadata(&partial).is_ok_and(|found| found.len() > 0));
     for killed in [true, false, true] {
         let server = scene.server.take().expect("a server");
         let before = running.stderr_so_far().matches("retrying").count();
@@ -202,13 +193,13 @@ fn a_server_that_stays_away_is_waited_for() {
         } else {
             server.stop()
         };
-        wait_until("it waits", || {
+        until("it waits", || {
             assert!(running.ended().is_none(), "{}", running.stderr_so_far());
             running.stderr_so_far().matches("retrying").count() >= before + 2
         });
         scene.start();
         scene.change(50);
-        wait_until("it goes on", || {
+        until("it goes on", || {
             scene.replica.exists() && image::first_difference(&scene.image, &scene.replica).is_none()
         });
     }
@@ -252,7 +243,7 @@ fn a_killed_far_side_and_a_cut_line() {
         running.kill();
         next = Some(load.stop());
         // The far side notices that its line has ended.
-        wait_until("the far side lets go", || {
+        until("the far side lets go", || {
             let output = far.site.dsync(["recover"]).arg(far.replica()).output();
             output.status.success()
         });
@@ -279,7 +270,7 @@ fn a_far_side_that_says_nothing_is_given_up() {
     running.wait_to_say("nothing came from it for 2.0 s");
     // It holds the replica until it moves, and finds its line gone; or the system has ended it with its shell.
     let _ = kill_process(far_side, Signal::CONT);
-    wait_until("it goes on", || image::first_difference(&scene.image, &far.replica()).is_none());
+    until("it goes on", || image::first_difference(&scene.image, &far.replica()).is_none());
     let (_, summary) = stop(running);
     assert!(number(&summary, "broken") >= 1, "{summary}");
 }
@@ -358,7 +349,7 @@ fn both_ends_of_a_silent_line_let_go() {
     let mut client = scene.client();
     client.write(0, &first).expect("a write");
     client.close().expect("the end");
-    wait_until("it goes on", || image::first_difference(&image, &far.replica()).is_none());
+    until("it goes on", || image::first_difference(&image, &far.replica()).is_none());
     let (_, summary) = stop(running);
     assert!(number(&summary, "broken") >= 1, "{summary}");
     drop(idle_mirror);
@@ -369,7 +360,7 @@ fn both_ends_of_a_silent_line_let_go() {
     client.close().expect("the end");
     let syncing = Partition::new(&scene, &far);
     let mut running = syncing.run(&["sync", "--timeout", "2", "--bwlimit", "1M"], &far.replica()).start();
-    wait_until("it is under way", || syncing.pids.exists());
+    until("it is under way", || syncing.pids.exists());
     std::thread::sleep(Duration::from_millis(1500));
     syncing.silence();
     let status = running.wait_for(Duration::from_secs(30)).expect("an end");
@@ -379,7 +370,7 @@ fn both_ends_of_a_silent_line_let_go() {
         "{}",
         running.stderr_so_far()
     );
-    wait_until("the far side lets go", || far.sync(&scene, &[], None).output().status.success());
+    until("the far side lets go", || far.sync(&scene, &[], None).output().status.success());
     image::assert_equal(&scene.image, &far.replica());
 }
 
@@ -408,15 +399,15 @@ fn an_idle_mirror_is_back_as_soon_as_its_line() {
             .collect()
     };
     std::fs::write(&down, "").expect("a file");
-    wait_until("the far side is there", || kill_far(&running));
-    wait_until("it tries again and again", || waits(&running).len() >= 6);
+    until("the far side is there", || kill_far(&running));
+    until("it tries again and again", || waits(&running).len() >= 6);
     std::fs::remove_file(&down).expect("a line");
     assert_eq!(waits(&running)[..6], [0.5, 1.0, 2.0, 2.0, 2.0, 2.0]);
-    wait_until("it is back", || far_side(&running).is_some());
+    until("it is back", || far_side(&running).is_some());
     std::thread::sleep(Duration::from_millis(3500));
     let before = waits(&running).len();
-    wait_until("the far side is there", || kill_far(&running));
-    wait_until("it notices", || waits(&running).len() > before);
+    until("the far side is there", || kill_far(&running));
+    until("it notices", || waits(&running).len() > before);
     assert_eq!(waits(&running)[before], 0.5);
     let (_, summary) = stop(running);
     assert!(number(&summary, "broken") >= 7, "{summary}");
@@ -433,13 +424,13 @@ fn after_a_cut_only_what_is_missing_is_sent() {
     let mut dirtied = 0;
     for round in 0..3 {
         dirtied += scene.change(1000).len() as u64;
-        wait_until("it arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
-        wait_until("the far side is there", || kill_far(&running));
+        until("it arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
+        until("the far side is there", || kill_far(&running));
         println!("round {round}: cut");
         // What is written from now on, the mirror knows that it cannot be sent.
         std::thread::sleep(Duration::from_millis(200));
         dirtied += scene.change(500).len() as u64;
-        wait_until("it is caught up", || image::first_difference(&scene.image, &far.replica()).is_none());
+        until("it is caught up", || image::first_difference(&scene.image, &far.replica()).is_none());
     }
     let (_, summary) = stop(running);
     assert_eq!(number(&summary, "syncs"), 1, "batches went on from where they were: {summary}");
@@ -468,8 +459,8 @@ fn nothing_is_left_out_at_any_cut() {
             done.store(true, SeqCst);
         });
         let mut running = far.run("mirror", &scene, &["-v", "--epoch", "1h"], Some(2_500_000)).start();
-        wait_until("all is written", || done.load(SeqCst));
-        wait_until("all arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
+        until("all is written", || done.load(SeqCst));
+        until("all arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
         assert!(running.ended().is_none(), "{}", running.stderr_so_far());
         let said = running.stdout_so_far();
         running.kill();
@@ -504,9 +495,9 @@ fn a_replica_that_was_put_back_is_noticed() {
     running.wait_to_say(MIRRORING);
     scene.change(100);
     let equal = |scene: &Scene| std::fs::read(&scene.image).ok() == std::fs::read(device).ok();
-    wait_until("it arrives", || equal(&scene));
+    until("it arrives", || equal(&scene));
     running.signal(Signal::STOP);
-    wait_until("the far side is there", || kill_far(&running));
+    until("the far side is there", || kill_far(&running));
     std::fs::write(device, &before).expect("a device");
     Run::new("rm").arg("-r").arg(&folder).ok();
     Run::new("mv").args([&kept, &folder]).ok();
@@ -518,7 +509,7 @@ fn a_replica_that_was_put_back_is_noticed() {
     std::fs::write(&lineage, text.replace(boot.trim(), "before")).expect("a lineage");
     scene.change(10);
     running.signal(Signal::CONT);
-    wait_until("what was taken away is there again", || equal(&scene));
+    until("what was taken away is there again", || equal(&scene));
     let (_, summary) = stop(running);
     assert_eq!(number(&summary, "syncs"), 2, "{summary}");
 }
@@ -533,7 +524,7 @@ fn a_replica_within_an_epoch() {
     let mut running = mirror(&scene, &scene.replica, &["--epoch", "1h"]).start();
     running.wait_to_say(MIRRORING);
     scene.change(100);
-    wait_until("it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+    until("it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
     running.kill();
     recover(&scene, &scene.replica);
     scene.equal();
@@ -560,7 +551,7 @@ fn one_slow_mirror_does_not_hold_up_another() {
     let load = Records::start(&scene.server().address(), "vm", None, 300);
     std::thread::sleep(Duration::from_secs(3));
     let end = load.stop();
-    wait_until("the fast one has it", || image::first_difference(&scene.image, &scene.replica).is_none());
+    until("the fast one has it", || image::first_difference(&scene.image, &scene.replica).is_none());
     let (batches, _) = stop(fast);
     let lags: Vec<f64> = batches.iter().map(|b| b["lag"].as_f64().expect("a lag")).collect();
     let worst = lags.iter().copied().fold(0.0, f64::max);
@@ -579,7 +570,7 @@ fn what_others_do_to_a_replica_is_noticed() {
             let mut running = mirror(&scene, &scene.replica, &["--epoch", "1h"]).start();
             running.wait_to_say(MIRRORING);
             scene.change(20);
-            wait_until("it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+            until("it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
             // The times of files go by ticks.
             std::thread::sleep(Duration::from_millis(30));
             if killed {
@@ -602,7 +593,7 @@ fn what_others_do_to_a_replica_is_noticed() {
             if !killed && act == "remove" {
                 // It may come back: the mirror says so, and waits.
                 scene.change(1);
-                wait_until("it is missed", || running.stdout_so_far().contains("last synced on"));
+                until("it is missed", || running.stdout_so_far().contains("last synced on"));
                 running.kill();
             } else if !killed {
                 scene.change(1);
@@ -656,15 +647,15 @@ fn a_replica_that_is_unmounted_is_waited_for() {
     let mut running = mirror(&scene, &away.replica(), &["--epoch", "1h"]).start();
     running.wait_to_say(MIRRORING);
     scene.change(20);
-    wait_until("it arrives", || image::first_difference(&scene.image, &away.replica()).is_none());
+    until("it arrives", || image::first_difference(&scene.image, &away.replica()).is_none());
     drop(mount);
     scene.change(20);
-    wait_until("it is missed", || running.stdout_so_far().contains("last synced on"));
+    until("it is missed", || running.stdout_so_far().contains("last synced on"));
     // A lock may be there while it looks.
-    wait_until("nothing is left", || std::fs::read_dir(&away.place).expect("a folder").count() == 0);
+    until("nothing is left", || std::fs::read_dir(&away.place).expect("a folder").count() == 0);
     let mount = away.mount().expect("a mount");
     scene.change(20);
-    wait_until("it goes on", || image::first_difference(&scene.image, &away.replica()).is_none());
+    until("it goes on", || image::first_difference(&scene.image, &away.replica()).is_none());
     stop(running);
     image::assert_equal(&scene.image, &away.replica());
     recover(&scene, &away.replica());
@@ -685,7 +676,7 @@ fn a_replica_that_is_mounted_late_is_taken_up() {
     let mut running = mirror(&scene, &away.replica(), &["--epoch", "1h", "--create"]).start();
     running.wait_to_say(MIRRORING);
     scene.change(20);
-    wait_until("it arrives", || image::first_difference(&scene.image, &away.replica()).is_none());
+    until("it arrives", || image::first_difference(&scene.image, &away.replica()).is_none());
     let lineage = away.place.join(".vm.raw.dsync/lineage");
     let mount = away.mount().expect("a mount");
     let before = std::fs::read(&lineage).expect("a lineage");
@@ -693,7 +684,7 @@ fn a_replica_that_is_mounted_late_is_taken_up() {
     assert_eq!(std::fs::read(&lineage).expect("a lineage"), before);
     assert!(old != std::fs::read(&scene.image).expect("an image"));
     scene.change(20);
-    wait_until("the other is taken up", || image::first_difference(&scene.image, &away.replica()).is_none());
+    until("the other is taken up", || image::first_difference(&scene.image, &away.replica()).is_none());
     assert!(running.stdout_so_far().contains(beneath), "{}", running.stdout_so_far());
     let (_, summary) = stop(running);
     assert_eq!(number(&summary, "syncs"), 2, "{summary}");
@@ -752,7 +743,7 @@ fn a_writer_never_waits_for_a_slow_link() {
     assert!(slowest < Duration::from_secs(2), "a write took {slowest:?}");
     assert!(kept <= 32 * MIB, "{kept} bytes are kept for batches of at most 16 MiB");
     assert!(peak < 200 * MIB, "{} MiB", peak / MIB);
-    wait_until("the far side lets go", || {
+    until("the far side lets go", || {
         far.site.dsync(["recover"]).arg(far.replica()).output().status.success()
     });
     far.sync(&scene, &[], None).ok();

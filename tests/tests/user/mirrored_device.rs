@@ -4,11 +4,11 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dsync_tests::mount::Loop;
 use dsync_tests::records::Records;
-use dsync_tests::{Background, Run, Scene, need, need_root, rounds, skipped};
+use dsync_tests::{Background, Run, Scene, need, need_root, rounds, skipped, until};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
@@ -65,14 +65,6 @@ impl Drop for Disk {
     }
 }
 
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
-    while !done() {
-        assert!(Instant::now() < until, "waited for a minute: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
 fn read(path: &Path) -> Vec<u8> {
     use std::os::unix::fs::OpenOptionsExt;
     let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
@@ -111,7 +103,7 @@ fn recover(scene: &Scene, disk: &Disk) -> Run {
 fn mirrored(scene: &mut Scene, disk: &Disk) -> Background {
     let running = mirror(scene, disk);
     scene.change(50);
-    wait_until("a batch arrives", || is_equal(scene, disk));
+    until("a batch arrives", || is_equal(scene, disk));
     running
 }
 
@@ -130,7 +122,7 @@ fn attack(scene: &mut Scene, disk: &Disk, path: &Path, shift: u64) {
     let mut running = mirrored(scene, disk);
     write(path, shift + ELSEWHERE);
     scene.change(3);
-    wait_until("the mirror ends", || running.ended().is_some());
+    until("the mirror ends", || running.ended().is_some());
     let output = running.output(Duration::from_secs(5));
     assert_eq!(output.status.code(), Some(4), "{output}");
     output.says(&["was written to"]);

@@ -627,6 +627,8 @@ impl Sshd {
             .and_then(|socket| socket.local_addr())
             .expect("a port")
             .port();
+        // A machine without systemd lacks what sshd wants.
+        std::fs::create_dir_all("/run/sshd").expect("/run/sshd");
         let config = format!(
             "Port {port}\nListenAddress {HOST}\nHostKey {}\nAuthorizedKeysFile {}\nStrictModes no\nPidFile none\n\
              PasswordAuthentication no\nSetEnv DSYNC_STATE_DIR={}\n",

@@ -1,11 +1,11 @@
 //! A replica's file system runs full: what cannot be committed is refused before anything is changed.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::Mount;
-use dsync_tests::{Background, Output, Random, Run, Scene, Site, need, need_root, rounds, skipped};
+use dsync_tests::{Background, Output, Random, Run, Scene, Site, need, need_root, rounds, skipped, until};
 
 const MIB: u64 = 1 << 20;
 
@@ -199,19 +199,19 @@ fn batches_whose_holes_do_not_fit_are_not_confirmed() {
         let mut running = run.start();
         running.wait_to_say("mirroring to");
         fill_holes(&mut scene, 32 * MIB..33 * MIB);
-        wait_until("a batch arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+        until("a batch arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
         let sessions = |running: &Background| running.stdout_so_far().matches("mirroring to").count();
         small.leave(6 * MIB);
         fill_holes(&mut scene, 34 * MIB..40 * MIB);
         fill_holes(&mut scene, 34 * MIB..40 * MIB);
-        wait_until("it is refused and tried again", || sessions(&running) > 2);
+        until("it is refused and tried again", || sessions(&running) > 2);
         small.make_room();
-        wait_until("all of it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+        until("all of it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
         let before = sessions(&running);
         // More than fits into this and into what the journal gives back when it is begun anew.
         small.leave(3 * MIB);
         fill_holes(&mut scene, 41 * MIB..64 * MIB);
-        wait_until("it is refused once more", || sessions(&running) > before);
+        until("it is refused once more", || sessions(&running) > before);
         running.kill();
         // Though there is as little room as before.
         recover(&scene, &scene.replica);
@@ -239,7 +239,7 @@ fn a_mirror_with_a_small_journal_folder_on_xfs() {
             std::thread::sleep(Duration::from_millis(60));
         }
     }
-    wait_until("all of it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+    until("all of it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
     // Killed with what is in the journal, and the folder filled up: it is merged all the same.
     for at in 0..8 {
         client.write(at * MIB, &scene.random.bytes(BLOCK as usize)).expect("a write");
@@ -366,13 +366,5 @@ fn a_server_outlives_a_full_btrfs_below_its_state() {
             [&synced["method"], &synced["trust"]].map(|word| word.as_str().unwrap_or_default().to_owned());
         assert!(told[0] == "tracked" || told[1].contains("after its server was killed"), "{synced}");
         image::assert_equal(&image, &replica);
-    }
-}
-
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !done() {
-        assert!(began.elapsed() < Duration::from_secs(180), "{what}: not within three minutes");
-        std::thread::sleep(Duration::from_millis(50));
     }
 }

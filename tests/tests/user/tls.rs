@@ -2,12 +2,12 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dsync_tests::listener::{HOST, Listening, key, trust};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Scene, Site, image};
+use dsync_tests::{Scene, Site, image, until};
 use rustix::process::Signal;
 
 /// Runs the command that a message ends with, as one who pastes it would.
@@ -174,8 +174,8 @@ fn nothing_to_do_is_a_session_that_ended_well() {
     assert!(!log.contains("failed"), "{log}");
 }
 
-/// Carries connections to a port, and cuts them all after so many bytes towards it.
-fn cutting(port: u16, bytes: u64) -> u16 {
+/// Carries connections to a port, and cuts them all after so many bytes towards it, once as many have arrived `there` but for 4 MiB.
+fn cutting(port: u16, bytes: u64, there: PathBuf) -> u16 {
     let listener = TcpListener::bind((HOST, 0)).expect("a port");
     let here = listener.local_addr().expect("an address").port();
     let left = std::sync::Arc::new(std::sync::atomic::AtomicI64::new(bytes as i64));
@@ -188,13 +188,14 @@ fn cutting(port: u16, bytes: u64) -> u16 {
                 (far, near, false),
             ] {
                 all.lock().expect("no panic").push(from.try_clone().expect("a socket"));
-                let (left, all) = (left.clone(), all.clone());
+                let (left, all, there) = (left.clone(), all.clone(), there.clone());
                 std::thread::spawn(move || {
                     let mut buf = [0; 1 << 16];
                     while let Ok(len @ 1..) = from.read(&mut buf) {
                         if counts
                             && left.fetch_sub(len as i64, std::sync::atomic::Ordering::SeqCst) < len as i64
                         {
+                            until("what was sent arrives", || image::space(&there) + (4 << 20) >= bytes);
                             for socket in all.lock().expect("no panic").iter() {
                                 let _ = socket.shutdown(Shutdown::Both);
                             }
@@ -221,7 +222,7 @@ fn a_cut_transfer_goes_on() {
         client.write(at << 20, &scene.random.bytes(1 << 20)).expect("a write");
     }
     client.close().expect("the end");
-    let port = cutting(far.port(), 10 << 20);
+    let port = cutting(far.port(), 10 << 20, far.replica().with_file_name("vm.raw.partial"));
     let through = format!("tls://{HOST}:{port}/vm.raw");
     far.sync_to(&scene, &through, &["--connections", "3"]).code(1).says(&["was cut"]);
     far.says(&["near", "session failed"]);

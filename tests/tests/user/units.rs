@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::listener::{HOST, Listening};
 use dsync_tests::nbd::{Address, Client};
-use dsync_tests::{Background, Output, Run, Scene, Site, image, need, skipped};
+use dsync_tests::{Background, Output, Run, Scene, Site, image, need, skipped, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -304,7 +304,9 @@ fn a_manager_may_have_an_abstract_name_or_be_gone() {
     stop(server);
     let mut server = serve("gone", "/nowhere/notify");
     server.wait_to_say("serving vm");
-    assert!(server.stderr_so_far().contains("cannot report to the service manager at /nowhere/notify"));
+    until("it says that it cannot report", || {
+        server.stderr_so_far().contains("cannot report to the service manager at /nowhere/notify")
+    });
     stop(server);
 }
 
