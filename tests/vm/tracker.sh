@@ -20,7 +20,7 @@ umount /tmp/m
 says "metadata on a file system" "dmesg" add --meta /dev/vdc /dev/vda
 
 check "added" add /dev/vda
-check "status knows it" sh -c "dsync status $t | grep -q 'dm tracker'"
+check "status knows it" sh -c "dsync status $t | grep -q 'is tracked by dm'"
 says "added twice" "held by" add /dev/vda
 says "a name twice" "busy\|exists" add /dev/vdb
 put 100 5

@@ -58,13 +58,14 @@ user() {
     [ "$(value blocks_changed)" -lt 400 ] && ok "$kind: and moves no more" ||
         not_ok "$kind: and moves no more: $(value blocks_changed) blocks"
     [ -n "$(value freeze_ms)" ] && ok "$kind: it says how long it froze" || not_ok "$kind: it says how long it froze"
-    check "$kind: status tells who follows" sh -c "dsync status $disk | grep -q 'followed by the $kind tracker'"
+    check "$kind: status tells who follows" sh -c "dsync status $disk | grep -q 'is tracked by $kind'"
     whole "$kind"
     check "$kind: with the same files" diff -r /tmp/m /tmp/look
     umount /tmp/look
 
-    says "$kind: state on what is to be frozen" "state-dir" dsync --state-dir /tmp/m/state sync $disk /tmp/r/other.raw
-    rm -rf /tmp/m/state
+    check "$kind: state on what is to be frozen" dsync --state-dir /tmp/m/state sync $disk /tmp/r/other.raw
+    rm -rf /tmp/m/state /tmp/r/other.raw /tmp/r/.other.raw.dsync
+    synced "$kind: with the first state again" $disk $copy
 
     # The paper's way.
     dd if=/dev/urandom of=/tmp/m/third bs=4k count=20 2>/dev/null

@@ -399,6 +399,32 @@ fn two_state_directories_do_not_share_a_record() {
     look.check();
 }
 
+/// The paper's commands, by their names, between syncs.
+#[test]
+fn dmextract_and_dmmerge_go_on_from_a_sync() {
+    let what = "dmextract of a mounted disk";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, copy) = (&tracked.site, tracked.site.path("copy.raw"));
+    let mut random = Random::new(what);
+    let mut write = |name: &str| {
+        std::fs::write(tracked.place.join(name), random.bytes(80 << 10)).expect("a file");
+    };
+    for name in ["dmextract", "dmmerge"] {
+        std::os::unix::fs::symlink(binary(), site.path(name)).expect("a link");
+    }
+    site.sync(tracked.device(), &copy, &[]).ok();
+    write("one");
+    let delta = site.run(&site.path("dmextract")).arg(tracked.device()).ok().stdout;
+    assert!(delta.len() < 4 << 20, "{} bytes", delta.len());
+    site.run(&site.path("dmmerge")).arg(&copy).input(delta).ok();
+    let look = Look::at(site, &copy);
+    Run::new("diff").arg("-r").arg(&tracked.place).arg(look.place()).ok();
+    look.check();
+    write("two");
+    let synced = site.sync(tracked.device(), &copy, &[]).ok().summary();
+    assert_eq!(synced["method"], "tracked", "{synced}");
+}
+
 #[test]
 fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     let what = "status of a tracked disk";
@@ -411,11 +437,14 @@ fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     let status = site.dsync(["status", "--json"]).arg(tracked.device()).ok().json();
     let source = status.iter().find(|s| s["kind"] == "source").expect("the source");
     assert!(number(&source["replicas"][0], "blocks") >= 1024, "{source}");
+    let said = site.dsync(["status"]).arg(tracked.device()).ok().text();
+    assert!(said.contains("is tracked by bpf"), "{said}");
     // An ordinary user is told that it is followed, and of nothing to be ended.
     if !need(&["setpriv"], what) {
         return;
     }
-    let user = Run::new("setpriv").args(["--reuid=65534", "--clear-groups"]).arg(binary()).arg("status");
+    let user =
+        site.run("setpriv".as_ref()).args(["--reuid=65534", "--clear-groups"]).arg(binary()).arg("status");
     let asked = user.env("DSYNC_STATE_DIR", "/nonexistent").ok().text();
     let device = tracked.device().display().to_string();
     // Where the BPF file system is root's alone, as systemd mounts it, that is all there is to say.
