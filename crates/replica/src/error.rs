@@ -153,11 +153,11 @@ pub enum ReplicaError {
     #[error("{0}")]
     Refused(String),
     /// No space.
-    #[error("no space left {place}; {state}: free {} and run again", missing.map_or("some".into(), |m| format!("at least {}", device::human_size(m))))]
+    #[error("no space left {place}; {state}: free {} and run again", missing.map_or("some".into(), |m| format!("about {}", device::human_size(m))))]
     Full {
         /// For what, and where.
         place: String,
-        /// Bytes that are missing, if that is known.
+        /// Bytes that are missing, as far as is known: zeroes and compressed data take less.
         missing: Option<u64>,
         /// What became of the destination.
         state: &'static str,

@@ -383,8 +383,8 @@ pub(crate) struct Growing {
     relief: Option<Relief>,
 }
 
-/// Makes some room, and says whether it has.
-pub(crate) type Relief = Box<dyn FnMut() -> bool + Send>;
+/// Makes some room behind what was written, in bytes, and says whether it has.
+pub(crate) type Relief = Box<dyn FnMut(u64) -> bool + Send>;
 
 impl Growing {
     /// Opens the journal of a folder to add to it after `bytes`; what follows is dropped. 0 begins a new one.
@@ -425,7 +425,7 @@ impl Growing {
 
     fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
         while let Err(error) = self.file.write_at(self.written, bytes) {
-            if !is_full(&error) || !self.relief.as_mut().is_some_and(|relief| relief()) {
+            if !is_full(&error) || !self.relief.as_mut().is_some_and(|relief| relief(self.written)) {
                 return Err(error);
             }
         }

@@ -32,6 +32,7 @@ use crate::journal::{self, Input};
 use crate::keep::Keep;
 use crate::lineage::{self, Lineage};
 use crate::unsure::UnsureSet;
+use crate::views;
 
 /// An undo delta that is being written.
 pub(crate) const GROWING: &str = "undo";
@@ -560,6 +561,13 @@ pub(crate) fn drop_oldest(folder: &dyn Folder, present: Uuid) -> io::Result<bool
     folder.remove(name)?;
     folder.sync()?;
     Ok(true)
+}
+
+/// True if `missing` bytes may be found in a folder at the cost of readers of the state `present`, and of the past if that `gives` way.
+pub(crate) fn may_find(folder: &dyn Folder, present: Uuid, gives: bool, missing: u64) -> bool {
+    let Some(readers) = views::may_give(folder, present) else { return true };
+    let past = if gives { bytes(folder).unwrap_or(u64::MAX) } else { 0 };
+    readers.saturating_add(past) >= missing
 }
 
 /// Bytes of the files that keep the past.

@@ -205,7 +205,7 @@ impl Replica {
         self.settings = settings;
     }
 
-    /// Bytes that the next delta is expected to bring.
+    /// Bytes that the next delta brings at most; 0 if unknown.
     pub(crate) fn expected(&self) -> u64 {
         self.expected
     }
@@ -388,8 +388,8 @@ impl Replica {
         Ok(disk)
     }
 
-    /// Says how many bytes of data the next delta is likely to bring, so that the space for its journal can be checked first; and, of a seed, the
-    /// epochs that its source had before.
+    /// Says how many bytes of data the next delta brings at most, as far as is known: where room is short, the past gives way only if that helps.
+    /// And, of a seed, the epochs that its source had before.
     pub fn expect(&mut self, bytes: u64, before: &[Epoch]) {
         self.expected = bytes;
         self.known.before = before.to_vec();

@@ -269,7 +269,11 @@ impl Replica {
     pub(crate) fn relief(&self, gave: Arc<AtomicBool>) -> Option<Relief> {
         let (folder, present) = (self.shared_state(), self.lineage().nonce);
         let gives = self.settings().is_some() && !self.rewinds();
-        Some(Box::new(move || {
+        let expected = self.expected();
+        Some(Box::new(move |written| {
+            if !past::may_find(&*folder, present, gives, expected.saturating_sub(written)) {
+                return false;
+            }
             if views::give_way(&*folder) {
                 return true;
             }

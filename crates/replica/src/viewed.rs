@@ -146,10 +146,8 @@ impl Replica {
     /// True if `needed` bytes may find room where `free` are, once readers have lost and the past was dropped; also where that cannot be
     /// told. Otherwise neither is to be given up in vain.
     pub(crate) fn may_find(&self, needed: u64, free: u64) -> bool {
-        let Some(readers) = views::may_give(self.state(), self.lineage().nonce) else { return true };
         let gives = self.settings().is_some() && !self.rewinds();
-        let past = if gives { past::bytes(self.state()).unwrap_or(u64::MAX) } else { 0 };
-        free.saturating_add(readers).saturating_add(past) >= needed
+        past::may_find(self.state(), self.lineage().nonce, gives, needed.saturating_sub(free))
     }
 
     /// Makes room at the cost of readers. True if that may have made some.

@@ -382,7 +382,7 @@ impl ReplicaEnd<'_> {
         plan: Plan,
     ) -> Result<Taken, SyncError> {
         let ReplicaEnd { sender, receiver, progress, .. } = *self;
-        replica.expect(plan.bytes, &plan.before);
+        replica.expect(plan.data, &plan.before);
         if let Some(params) = &plan.rolling {
             self.say_sums(&replica.content()?, params)?;
         }

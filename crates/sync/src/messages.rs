@@ -246,6 +246,9 @@ pub(crate) struct Moments {
 pub(crate) struct Plan {
     /// Bytes of changes, as far as is known.
     pub bytes: u64,
+    /// Of these, what may need room: all but what the source knows to be zero.
+    #[serde(default)]
+    pub data: u64,
     /// The source asks for digests of the replica.
     pub compare: Option<Scope>,
     /// The source asks for the sums of the replica's blocks, before it sends anything.
@@ -539,7 +542,7 @@ impl Plan {
         let sense = |checked: std::io::Result<()>| checked.map_err(|error| nonsense(&error.to_string()));
         sense(self.compare.as_ref().map_or(Ok(()), Scope::check))?;
         sense(self.rolling.as_ref().map_or(Ok(()), SumParams::check))?;
-        if self.bytes > MAX_SIZE {
+        if self.bytes.max(self.data) > MAX_SIZE {
             return Err(nonsense("the bytes of changes"));
         }
         if !self.batches.is_sound() {

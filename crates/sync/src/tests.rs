@@ -329,6 +329,7 @@ fn a_lying_source_is_found_out() {
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,
         head: serde_json::to_vec(&Plan {
+            data: 0,
             bytes: u64::MAX / 2,
             compare: Some(scope),
             rolling: None,

@@ -79,9 +79,10 @@ impl Transfer<'_> {
 
     /// Sends what the plan wants.
     fn send_wanted(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
-        let bytes = plan.wanted.count(&**view).map_err(SyncError::io("look for data in the source"))?.bytes;
-        self.sender.send_json(PLAN, &Plan { bytes, ..self.announced(plan) })?;
-        self.totals.expect(bytes);
+        let count = plan.wanted.count(&**view).map_err(SyncError::io("look for data in the source"))?;
+        self.sender
+            .send_json(PLAN, &Plan { bytes: count.bytes, data: count.read, ..self.announced(plan) })?;
+        self.totals.expect(count.bytes);
         pack(self.sender, view, plan, self.packing(plan), &self.totals)
     }
 

@@ -368,3 +368,56 @@ fn a_server_outlives_a_full_btrfs_below_its_state() {
         image::assert_equal(&image, &replica);
     }
 }
+
+/// What became zero needs no room, however it became so: by a trim, as zeroes that the image's file system knows of, or as data.
+#[test]
+fn zeroes_need_no_room() {
+    const FLAG_NO_HOLE: u16 = 2;
+    for how in ["trim", "write-zeroes", "data"] {
+        let what = &format!("little room for zeroes made by {how}");
+        let mut scene = Scene::new(what, 64 * MIB);
+        let Some(small) = Small::new(&mut scene, "ext4", 96 * MIB, what) else { return };
+        fill_holes(&mut scene, 32 * MIB..64 * MIB);
+        scene.sync(&[]).ok();
+        small.leave(8 * MIB);
+        let mut client = scene.client();
+        for at in (32..64).map(|mib| mib * MIB) {
+            match how {
+                "trim" => client.trim(at, MIB as u32),
+                "write-zeroes" => client.zero(at, MIB as u32, FLAG_NO_HOLE),
+                _ => client.write(at, &vec![0; MIB as usize]),
+            }
+            .expect("zeroes");
+        }
+        client.close().expect("the end");
+        let summary = scene.sync(&[]).ok().summary();
+        assert_eq!(summary["method"], "tracked", "{summary}");
+        scene.equal();
+    }
+}
+
+/// Data for which there is no room costs no moment of the past in vain.
+#[test]
+fn a_delta_that_never_fits_leaves_the_past() {
+    let what = "a delta that never fits";
+    let mut scene = Scene::new(what, 32 * MIB);
+    let Some(small) = Small::new(&mut scene, "ext4", 64 * MIB, what) else { return };
+    scene.sync(&["--keep-last", "5"]).ok();
+    for _ in 0..3 {
+        scene.change(20);
+        scene.sync(&[]).ok();
+    }
+    let moments =
+        || scene.site.dsync(["rewind", "--json"]).arg(&scene.replica).ok().summary()["moments"].clone();
+    let (kept, before) = (moments(), std::fs::read(&scene.replica).expect("a replica"));
+    small.leave(4 * MIB);
+    let (random, mut client) = (Random::new(what).bytes(MIB as usize), scene.client());
+    (0..24).for_each(|mib| client.write(mib * MIB, &random).expect("a write"));
+    client.close().expect("the end");
+    scene.sync(&[]).code(1).says(&["no space left", "free about 2", "replica is unchanged"]);
+    assert_eq!(moments(), kept);
+    assert!(std::fs::read(&scene.replica).expect("a replica") == before);
+    small.make_room();
+    scene.sync(&[]).ok();
+    scene.equal();
+}

@@ -58,19 +58,15 @@ impl Replica {
     pub(super) fn journal_failed(&mut self, error: io::Error) -> ReplicaError {
         self.give_up_journal();
         let state = "the replica is unchanged, and what had arrived of the delta is dropped";
-        disk_error("write the journal", &self.folder().join(ARRIVING), state)(error)
+        let mut error = disk_error("write the journal", &self.folder().join(ARRIVING), state)(error);
+        if let ReplicaError::Full { missing, .. } = &mut error {
+            *missing =
+                self.state().free().and_then(|free| self.expected().checked_sub(free)).filter(|m| *m > 0);
+        }
+        error
     }
 
     pub(super) fn journal_sink(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
-        let path = self.folder().join(ARRIVING);
-        let place = format!("for the journal {}", path.display());
-        while let Some(free) = self.state().free().filter(|free| *free < self.expected()) {
-            if self.may_find(self.expected(), free) && self.past_gives_way() {
-                continue;
-            }
-            let state = "the replica is unchanged";
-            return Err(ReplicaError::Full { place, missing: Some(self.expected() - free), state });
-        }
         self.reserve().inspect_err(|_| drop(self.drop_journal()))?;
         let before = match header.resumes {
             Some(_) => self.set_journal(None).unwrap_or_default(),
