@@ -89,21 +89,14 @@ impl DeviceError {
         self.kind
     }
 
-    /// True if another program's use of the disk forbids it, rather than a failure.
-    pub fn is_refusal(&self) -> bool {
-        self.kind == DeviceErrorKind::InUse
-    }
-
-    /// True if it is locked by dsync itself, or by a program that cannot be found: one that was killed, and is about to let go, or one of
-    /// another host.
+    /// True if another program's use of the disk forbids it, rather than a failure: that may end soon.
     pub fn is_busy(&self) -> bool {
-        let known = self.why.contains(" (") && self.dsync_holder().is_none();
-        self.is_refusal() && self.doing == "lock" && !known
+        self.kind == DeviceErrorKind::InUse
     }
 
     /// The process of dsync itself that has it open, if that is what forbids it.
     pub fn dsync_holder(&self) -> Option<&str> {
-        let begins = self.why.find("(dsync").filter(|_| self.is_refusal())?;
+        let begins = self.why.find("(dsync").filter(|_| self.is_busy())?;
         self.why[begins + 1..].split(')').next()
     }
 

@@ -309,7 +309,7 @@ fn opened_exclusively(path: &Path) -> Option<String> {
     }
 }
 
-/// The programs that have the same file or device open, as far as we may see. Slow: for messages only.
+/// The programs that have the same file or device open, as far as we may see; this one only if there is no other. Slow: for messages only.
 pub(crate) fn openers(file: &File) -> Option<String> {
     let wanted = file.metadata().ok()?;
     let same = |m: &std::fs::Metadata| {
@@ -320,7 +320,7 @@ pub(crate) fn openers(file: &File) -> Option<String> {
         }
     };
     let ours = std::process::id();
-    let mut found = Vec::new();
+    let (mut found, mut own) = (Vec::new(), None);
     for process in std::fs::read_dir("/proc").ok()?.flatten() {
         let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
             continue;
@@ -330,10 +330,11 @@ pub(crate) fn openers(file: &File) -> Option<String> {
         let count = descriptors.filter(|d| std::fs::metadata(d.path()).is_ok_and(|m| same(&m))).count();
         if count > usize::from(pid == ours) {
             let name = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default();
-            found.push(format!("{}, pid {pid}", name.trim()));
+            let name = format!("{}, pid {pid}", name.trim());
+            if pid == ours { own = Some(name) } else { found.push(name) }
         }
     }
-    (!found.is_empty()).then(|| found.join("; "))
+    if found.is_empty() { own } else { Some(found.join("; ")) }
 }
 
 /// The kernel's tables write blanks and the like as `\040`.

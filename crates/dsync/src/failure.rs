@@ -74,6 +74,7 @@ pub(crate) fn code(error: &anyhow::Error) -> u8 {
         }
         let busy = cause.downcast_ref::<source::SourceError>().is_some_and(|e| e.is_busy())
             || cause.downcast_ref::<replica::ReplicaError>().is_some_and(|e| e.is_busy())
+            || cause.downcast_ref::<device::DeviceError>().is_some_and(|e| e.is_busy())
             || cause.downcast_ref::<link::Error>().is_some_and(|e| e.is_busy());
         if busy {
             return BUSY;
@@ -83,7 +84,7 @@ pub(crate) fn code(error: &anyhow::Error) -> u8 {
                 .downcast_ref::<replica::ReplicaError>()
                 .map(|e| e.is_refusal())
                 .or_else(|| cause.downcast_ref::<trackers::TrackError>().map(|e| e.is_refusal()))
-                .or_else(|| cause.downcast_ref::<device::DeviceError>().map(|e| e.is_refusal()))
+                .or_else(|| cause.downcast_ref::<device::DeviceError>().map(|_| false))
                 .or_else(|| cause.downcast_ref::<link::Error>().map(|e| e.is_refusal()))
         });
         match refused {

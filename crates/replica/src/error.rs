@@ -225,7 +225,7 @@ impl ReplicaError {
     pub fn is_refusal(&self) -> bool {
         match self {
             ReplicaError::Full { .. } | ReplicaError::Io { .. } | ReplicaError::Delta { .. } => false,
-            ReplicaError::Device(e) => e.is_refusal(),
+            ReplicaError::Device(e) => e.is_busy(),
             _ => true,
         }
     }

@@ -98,7 +98,7 @@ impl SourceError {
     /// True if lineage, state or a lock forbids it, rather than a failure.
     pub fn is_refusal(&self) -> bool {
         match self {
-            SourceError::Device(e) => e.is_refusal(),
+            SourceError::Device(e) => e.is_busy(),
             SourceError::Track(e) => e.is_refusal(),
             SourceError::Damaged { .. }
             | SourceError::Busy { .. }

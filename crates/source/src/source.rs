@@ -362,18 +362,17 @@ impl Source {
         }
         let user = if options.read_only { device::may_change(&path) } else { device::in_use(&path) };
         if let Some(user) = user {
-            let why = if options.read_only {
-                match rustix::process::geteuid().is_root() {
-                    true => {
-                        "may change while it is read: track it with \"dsync track add\", mount it read-only or copy a snapshot"
-                    }
-                    false => {
-                        "may change while it is read: if it is tracked, run this as root, because other users cannot see that; else \
-                              track it with \"dsync track add\", mount it read-only or copy a snapshot"
-                    }
+            if !options.read_only {
+                return Err(SourceError::Busy { path, holder: user });
+            }
+            let why = match rustix::process::geteuid().is_root() {
+                true => {
+                    "may change while it is read: track it with \"dsync track add\", mount it read-only or copy a snapshot"
                 }
-            } else {
-                "cannot be served at the same time: stop that use first"
+                false => {
+                    "may change while it is read: if it is tracked, run this as root, because other users cannot see that; else \
+                              track it with \"dsync track add\", mount it read-only or copy a snapshot"
+                }
             };
             return Err(SourceError::Refused(format!("{} is {user} and {why}", path.display())));
         }

@@ -91,7 +91,7 @@ impl TrackError {
     pub fn is_refusal(&self) -> bool {
         match self {
             TrackError::Shrunk { .. } | TrackError::Refused(_) => true,
-            TrackError::Device(e) => e.is_refusal(),
+            TrackError::Device(e) => e.is_busy(),
             _ => false,
         }
     }

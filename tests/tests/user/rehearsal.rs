@@ -339,7 +339,7 @@ fn what_others_write_to_is_not_shown() {
     std::os::unix::fs::FileExt::write_all_at(&file, &[7; 512], MIB).expect("a write");
     // Somebody has it open for writing, as a guest has its disk: what it holds is not known.
     let lock = device::lock_image(&scene.replica, device::Access::Write).expect("a lock");
-    shows().code(4).says(&["another program has it open for writing"]);
+    shows().code(6).says(&["another program has it open for writing"]);
     drop(lock);
     let what = "a rehearsal of a file beneath a loop device";
     if need_root(what) {

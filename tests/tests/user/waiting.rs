@@ -147,3 +147,40 @@ fn no_unit_gives_up_what_is_in_use() {
     }
     assert_eq!(restarted, 4);
 }
+
+/// A disk that a guest's QEMU has locked, as this test does in its place.
+#[test]
+fn what_another_program_has_locked_is_waited_for() {
+    let mut scene = Scene::synced("locked by another program", MIB);
+    scene.stop();
+    let lock = |path: &Path| device::lock_image(path, device::Access::Write).expect("a lock");
+    let socket = scene.site.socket("locked");
+    let (image, replica) = (scene.image.clone(), scene.replica.clone());
+    let run = |verb: &str| scene.site.dsync([verb, "--wait=300ms"]).arg(&image);
+    let serve = || run("serve").arg("--socket").arg(&socket);
+    let demote = || run("demote").arg(&replica);
+    let promote = || scene.site.dsync(["promote", "--wait=300ms"]).arg(&replica);
+    let held: [(&Path, Vec<Run>); 2] = [
+        (&image, vec![run("sync").arg(&replica), run("verify").arg(&replica), serve(), demote()]),
+        (&replica, vec![run("sync").arg(&replica), run("verify").arg(&replica), promote()]),
+    ];
+    for (path, runs) in held {
+        let _held = lock(path);
+        for run in runs {
+            let refused = run.code(BUSY);
+            refused.says(&["gave up after waiting", &format!("pid {}", std::process::id())]);
+            assert!(
+                !refused.stderr.contains("(dsync, pid") && !refused.stderr.contains("; dsync, pid"),
+                "{refused}"
+            );
+        }
+    }
+    let held = lock(&scene.replica);
+    let waiting = scene.site.dsync(["sync", "--wait"]).arg(&scene.image).arg(&scene.replica);
+    let mut waiting = waiting.start();
+    std::thread::sleep(Duration::from_millis(700));
+    assert!(waiting.ended().is_none(), "it did not wait: {}", waiting.stderr_so_far());
+    drop(held);
+    let ended = waiting.output(Duration::from_secs(60));
+    assert!(ended.status.success(), "{ended}");
+}
