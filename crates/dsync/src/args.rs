@@ -69,12 +69,14 @@ pub(crate) enum Command {
         dsync sync --wait=1h vm backup:/srv/vm.raw         let another sync of it end first\n  \
         dsync sync --hook /etc/dsync/hold-guest vm backup:/srv/vm.raw    a database is told of the cut\n  \
         dsync sync /srv/vm.raw tls://far/vm.raw            without ssh: see \"dsync key\"\n  \
+        dsync sync vm ssh://root@far:2222/srv/vm.raw       a port; an IPv6 address is in brackets\n  \
         dsync sync prod:/srv/vm.raw /backup/vm.raw         run by the host that has the replica\n  \
         dsync sync --adopt backup:/srv/vm.raw /srv/vm.raw  restore a disk from its replica\n  \
         dsync sync --group db backup:/srv                  all disks of a group, as they were at one moment\n\n\
         One end may be on another host, where dsync is installed too. A path with a slash before its colon is\n\
-        local. tls://HOST[:PORT]/PATH is a path in the first --into folder of \"dsync receive\" on that host, or\n\
-        in the first --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an absolute path.\n\n\
+        local. HOST:PATH and HOST:~/PATH are relative to the home folder there, ssh://HOST[:PORT]/PATH is absolute.\n\
+        tls://HOST[:PORT]/PATH is a path in the first --into folder of \"dsync receive\" on that host, or in the first\n\
+        --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an absolute path.\n\n\
         A block device is a new destination only if it looks blank, at its first and last MiB and at 64 places between\n\
         them. Take over one with other content with --adopt.\n\n\
         --hook starts a command before the cut, the moment that the copy shows. It reads \"begin\" from standard input,\n\

@@ -4,6 +4,7 @@ use source::Handle;
 use sync::SourceInfo;
 
 use crate::args::{FarArgs, MethodArg, Mirror, SourceArgs, Sync};
+use crate::far::Reach;
 use crate::location::Ends;
 use crate::output::Output;
 
@@ -27,13 +28,15 @@ pub(crate) fn on_way(ends: &Ends, far: &FarArgs, output: &Output) {
     let ssh = [("--rsh", far.rsh.is_some()), ("--remote-dsync", far.remote_dsync.is_some())];
     let connections = ("--connections", far.connections.is_some());
     let end = if ends.source.host.is_some() { "source" } else { "destination" };
-    match ends.far().map(|far| far.port) {
+    match ends.far().map(|far| far.reach) {
         None => {
             let timeout = ("--timeout", far.timeout.is_some());
             without(&[ssh[0], ssh[1], connections, timeout], "the destination is on this host", output);
         }
-        Some(None) => without(&[connections], &format!("the {end} is reached over ssh, not tls://"), output),
-        Some(Some(_)) => without(&ssh, &format!("the {end} is reached over tls://, not ssh"), output),
+        Some(Reach::Ssh(_)) => {
+            without(&[connections], &format!("the {end} is reached over ssh, not tls://"), output)
+        }
+        Some(Reach::Tls(_)) => without(&ssh, &format!("the {end} is reached over tls://, not ssh"), output),
     }
 }
 

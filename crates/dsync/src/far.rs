@@ -9,21 +9,24 @@ use source::StateDir;
 
 use crate::args::FarArgs;
 
-/// A link to the far side: to a listener if a port is given, otherwise through the remote shell, which runs `dsync VERB`.
-pub(crate) fn call(
-    host: &str,
-    port: Option<u16>,
-    verb: &str,
-    far: &FarArgs,
-    state: &StateDir,
-) -> Result<Link> {
-    if let Some(port) = port {
-        let connections = far.connections.map(usize::from);
-        let options = ConnectOptions { connections, timeout: far.timeout(), ..ConnectOptions::default() };
-        return Ok(Link::tls(&crate::key::keys(state), host, port, &options)?);
-    }
-    let rsh: Vec<String> = far.rsh().split_whitespace().map(str::to_owned).collect();
-    let mut command: Vec<String> = far.remote_dsync().split_whitespace().map(str::to_owned).collect();
+/// How another host is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// Through the remote shell, at a port if it is not the usual one.
+    Ssh(Option<u16>),
+    /// At the port of a listener.
+    Tls(u16),
+}
+
+/// A link to the far side: to a listener, or through the remote shell, which runs `dsync VERB`.
+pub(crate) fn call(host: &str, reach: Reach, verb: &str, far: &FarArgs, state: &StateDir) -> Result<Link> {
+    let port = match reach {
+        Reach::Ssh(port) => port,
+        Reach::Tls(port) => return call_tls(host, port, far, state),
+    };
+    let mut rsh = far.rsh().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    rsh.extend(port.into_iter().flat_map(|port| ["-p".to_owned(), port.to_string()]));
+    let mut command = far.remote_dsync().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     command.push(verb.into());
     // Somebody at a terminal may be asked for a password, at first.
     static CALLED: AtomicBool = AtomicBool::new(false);
@@ -31,4 +34,10 @@ pub(crate) fn call(
     let link = Link::ssh(&rsh, host, &command, far.timeout(), (!waits).then(|| far.timeout()))?;
     CALLED.store(true, Ordering::SeqCst);
     Ok(link)
+}
+
+fn call_tls(host: &str, port: u16, far: &FarArgs, state: &StateDir) -> Result<Link> {
+    let connections = far.connections.map(usize::from);
+    let options = ConnectOptions { connections, timeout: far.timeout(), ..ConnectOptions::default() };
+    Ok(Link::tls(&crate::key::keys(state), host, port, &options)?)
 }

@@ -10,7 +10,7 @@ use sync::{Pull, PullContext, SourceInfo, SourceRequest, SyncError, Task, Way};
 
 use crate::args::{FarArgs, SourceArgs};
 use crate::failure::{self, Failure};
-use crate::far;
+use crate::far::{self, Reach};
 use crate::output::Output;
 
 /// The ends of a sync. At most one of them is on another host.
@@ -27,15 +27,21 @@ pub(crate) struct Location {
     pub name: String,
     /// `None` for this host.
     pub host: Option<String>,
-    /// The port of a listener; `None` for ssh.
-    pub port: Option<u16>,
+    /// How that is reached.
+    pub reach: Reach,
     /// The path there.
     path: PathBuf,
 }
 
 impl Location {
-    /// Reads `[[USER@]HOST:]PATH` and `tls://HOST[:PORT]/PATH`. A path with a slash before its colon is local.
+    /// Reads `[[USER@]HOST:]PATH`, `ssh://[USER@]HOST[:PORT]/PATH` and `tls://HOST[:PORT]/PATH`. A path with a slash before its colon is
+    /// local. An IPv6 address is in brackets.
     pub(crate) fn parse(text: &str) -> Result<Location, Failure> {
+        let invalid = |why: &str| {
+            Failure::usage(format!(
+                "invalid source or destination \"{text}\": {why}, or ./{text} for a local file of that name"
+            ))
+        };
         if text.starts_with("tls://") {
             return Location::parse_tls(text).ok_or_else(|| {
                 Failure::usage(format!(
@@ -50,34 +56,65 @@ impl Location {
                  HOST is this one"
             )));
         }
-        let at = |host: Option<&str>, path: &str| Location {
-            name: text.to_owned(),
-            host: host.map(str::to_owned),
-            port: None,
-            path: path.into(),
-        };
+        if let Some(rest) = text.strip_prefix("ssh://") {
+            return Location::parse_ssh_url(text, rest).ok_or_else(|| invalid(SSH_URL));
+        }
         if let Some((scheme, _)) = text.split_once("://").filter(|(scheme, _)| !scheme.contains('/')) {
             return Err(Failure::usage(format!(
-                "\"{scheme}://\" is not known: use HOST:/path over ssh, tls://HOST/PATH over TLS, or ./{text} for a local file of that name"
+                "\"{scheme}://\" is not known: use HOST:/path or ssh://HOST/path over ssh, tls://HOST/PATH over TLS, or ./{text} for a local \
+                 file of that name"
             )));
         }
-        match text.split_once(':') {
-            _ if text.is_empty() => Err(Failure::usage("a source or destination is empty")),
-            Some((host, _)) if host.contains('/') => Ok(at(None, text)),
-            Some((host, path)) if host.is_empty() || path.is_empty() => Err(Failure::usage(format!(
-                "the {} is missing in \"{text}\": use HOST:/path, or ./{text} for a local file of that name",
-                if host.is_empty() { "host" } else { "path" }
-            ))),
-            Some((host, path)) => Ok(at(Some(host), path)),
-            None => Ok(at(None, text)),
+        if text.is_empty() {
+            return Err(Failure::usage("a source or destination is empty"));
         }
+        let Some((host, path)) = split_host(text).map_err(|place| invalid(&format!("use {place}")))? else {
+            let (name, path) = (text.to_owned(), text.into());
+            return Ok(Location { name, host: None, reach: Reach::Ssh(None), path });
+        };
+        if host.is_empty() || path.is_empty() {
+            let what = if host.is_empty() { "host" } else { "path" };
+            return Err(Failure::usage(format!(
+                "the {what} is missing in \"{text}\": use HOST:/path, or ./{text} for a local file of that name"
+            )));
+        }
+        if let Some((port, path)) = path.split_once(':').filter(|(port, _)| port.parse::<u16>().is_ok()) {
+            let (shown, path) = (in_brackets(&host), path.trim_start_matches('/'));
+            return Err(invalid(&format!("use ssh://{shown}:{port}/{path} for a port")));
+        }
+        Location::over_ssh(text, host, None, path)
+    }
+
+    /// A place on a host with a remote shell, whose home a relative path is in, as one that begins with `~/`.
+    fn over_ssh(text: &str, host: String, port: Option<u16>, path: &str) -> Result<Location, Failure> {
+        let path = match path.strip_prefix('~').map(|rest| rest.strip_prefix('/').ok_or(rest)) {
+            None => path.into(),
+            Some(Ok(within)) => Path::new(".").join(within.trim_start_matches('/')),
+            Some(Err(_)) => {
+                return Err(Failure::usage(format!(
+                    "cannot expand \"{path}\" of \"{text}\": only ~/ is expanded; write the path in full, or ./{path} for a file of that name"
+                )));
+            }
+        };
+        Ok(Location { name: text.to_owned(), host: Some(host), reach: Reach::Ssh(port), path })
+    }
+
+    /// Reads what follows `ssh://`. The path is absolute, but after `/~/`.
+    fn parse_ssh_url(text: &str, rest: &str) -> Option<Location> {
+        let (place, path) = rest.split_at(rest.find('/')?);
+        let (user, address) = place.rsplit_once('@').map_or((None, place), |(user, host)| (Some(user), host));
+        let (host, port) = with_port(address)?;
+        let whole = path.len() > 1 && user != Some("");
+        let host = user.map_or(host.to_owned(), |user| format!("{user}@{host}"));
+        let path = if path.starts_with("/~") { &path[1..] } else { path };
+        Location::over_ssh(text, host, port, path).ok().filter(|_| whole)
     }
 
     /// Reads the folder in which the replicas of a group are.
     pub(crate) fn folder(text: &str) -> Result<Location, Failure> {
         let location = Location::parse(text)?;
-        let trimmed = text.trim_end_matches('/');
-        if trimmed.is_empty() || trimmed.ends_with(':') { Ok(location) } else { Location::parse(trimmed) }
+        // What is no place without its last slash is the root.
+        Ok(Location::parse(text.trim_end_matches('/')).unwrap_or(location))
     }
 
     /// The path there, and what to call it.
@@ -94,17 +131,12 @@ impl Location {
     /// Reads `tls://HOST[:PORT]/PATH`, with an IPv6 address in brackets.
     fn parse_tls(text: &str) -> Option<Location> {
         let (place, path) = text.strip_prefix("tls://")?.split_once('/')?;
-        let (host, port) = match place.rsplit_once(':') {
-            Some((host, port)) if !port.ends_with(']') => (host, port.parse().ok().filter(|port| *port > 0)?),
-            _ => (place, link::PORT),
-        };
-        let plain = host.strip_prefix('[').map_or(Some(host), |host| host.strip_suffix(']'))?;
-        let whole = !plain.is_empty() && !path.is_empty() && !host.contains(char::is_whitespace);
-        let named = !plain.contains(['[', ']', '@']) && (host != plain || !plain.contains(':'));
-        (whole && named).then(|| Location {
+        let (host, port) = with_port(place)?;
+        let whole = !path.is_empty() && !host.contains('@');
+        whole.then(|| Location {
             name: text.to_owned(),
-            host: Some(host.to_owned()),
-            port: Some(port),
+            host: Some(in_brackets(host)),
+            reach: Reach::Tls(port.unwrap_or(link::PORT)),
             path: path.into(),
         })
     }
@@ -112,7 +144,7 @@ impl Location {
     /// A file in this folder.
     pub(crate) fn within(&self, file: &Path) -> Location {
         let name = format!("{}/{}", self.name.trim_end_matches('/'), file.display());
-        Location { name, host: self.host.clone(), port: self.port, path: self.path.join(file) }
+        Location { name, host: self.host.clone(), reach: self.reach, path: self.path.join(file) }
     }
 
     /// An error about the replicas of a group as it helps here; see [`Ends::named`].
@@ -138,8 +170,57 @@ impl Location {
             let receiving = receiving.context("cannot start a thread")?;
             return Ok((here, Some(receiving)));
         };
-        Ok((far::call(host, self.port, "receive", far, state)?, None))
+        Ok((far::call(host, self.reach, "receive", far, state)?, None))
     }
+}
+
+const SSH_URL: &str = "use ssh://HOST/PATH, ssh://USER@HOST:PORT/PATH, or ssh://HOST/~/PATH for a path in the home folder there";
+
+/// Splits `[USER@]HOST:PATH`, with the brackets of an address taken off. `None` for a local path.
+///
+/// # Errors
+/// How it is to be written, if an IPv6 address stands without brackets.
+fn split_host(text: &str) -> Result<Option<(String, &str)>, String> {
+    let place = text.split('/').next().unwrap_or_default();
+    let (user, address) = match place.split_once('@') {
+        Some((user, rest)) if !user.contains(':') => (format!("{user}@"), rest),
+        _ => (String::new(), place),
+    };
+    let start = text.find(address).unwrap_or_default();
+    if let Some((host, rest)) = address.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        if rest.starts_with(':') {
+            let path = &text[start + host.len() + 3..];
+            return Ok(Some((format!("{user}{host}"), path)));
+        }
+    }
+    if let Some((host, _)) = address.rsplit_once(':').filter(|(host, _)| is_v6(host)) {
+        return Err(format!("{user}[{host}]{}", &text[start + host.len()..]));
+    }
+    let split = address.split_once(':').map(|(host, _)| host);
+    Ok(split.map(|host| (format!("{user}{host}"), &text[start + host.len() + 1..])))
+}
+
+fn is_v6(host: &str) -> bool {
+    host.split('%').next().is_some_and(|address| address.parse::<std::net::Ipv6Addr>().is_ok())
+}
+
+/// Reads `HOST[:PORT]`, with the brackets of an address taken off.
+fn with_port(place: &str) -> Option<(&str, Option<u16>)> {
+    let (host, port) = match place.rsplit_once(':') {
+        Some((host, port)) if !port.ends_with(']') => {
+            (host, Some(port.parse().ok().filter(|port| *port > 0)?))
+        }
+        _ => (place, None),
+    };
+    let plain = host.strip_prefix('[').map_or(Some(host), |host| host.strip_suffix(']'))?;
+    let whole = !plain.is_empty() && !plain.contains(['[', ']']) && !plain.contains(char::is_whitespace);
+    (whole && (host != plain || !plain.contains(':'))).then_some((plain, port))
+}
+
+/// A host as it is written in a URL.
+fn in_brackets(host: &str) -> String {
+    let (user, address) = host.rsplit_once('@').map_or(("", host), |(user, _)| host.split_at(user.len() + 1));
+    if address.contains(':') { format!("{user}[{address}]") } else { host.to_owned() }
 }
 
 /// A message with the folder of the replicas of a group in the commands that it names.
@@ -225,6 +306,10 @@ impl Ends {
         let there = &self.destination.name;
         let folder = match there.rsplit_once('/') {
             Some(("", _)) => "/",
+            // The root of a host that a URL names.
+            Some((folder, _)) if folder.rsplit_once("//").is_some_and(|(_, host)| !host.contains('/')) => {
+                &there[..=folder.len()]
+            }
             Some((folder, _)) => folder,
             None => there.rsplit_once(':').map_or(".", |(host, _)| &there[..=host.len()]),
         };
@@ -268,7 +353,7 @@ impl Ends {
         let (replica, _) = self.destination.place()?;
         let source = self.source.path.to_string_lossy().into_owned();
         let pull = Pull { source, open, replica, host: host_name(), task };
-        let link = far::call(host, self.source.port, "send", far, state)?;
+        let link = far::call(host, self.source.reach, "send", far, state)?;
         let begun =
             |info: &SourceInfo| begun(&SourceInfo { path: (&self.source.name).into(), ..info.clone() });
         let progress = |done, total| output.progress(done, total);
@@ -298,13 +383,55 @@ mod tests {
             ("/srv/a:b.raw", None, "/srv/a:b.raw"),
             ("./a:b.raw", None, "./a:b.raw"),
             ("vm.raw", None, "vm.raw"),
+            ("[::1]:/srv/vm.raw", Some("::1"), "/srv/vm.raw"),
+            ("[fe80::1%eth0]:vm.raw", Some("fe80::1%eth0"), "vm.raw"),
+            ("me@[2001:db8::7]:/srv/a:b", Some("me@2001:db8::7"), "/srv/a:b"),
+            ("[a]/b:c", None, "[a]/b:c"),
+            ("backup:~/vm.raw", Some("backup"), "./vm.raw"),
+            ("backup:a~/vm.raw", Some("backup"), "a~/vm.raw"),
+            ("ssh://backup/srv/vm.raw", Some("backup"), "/srv/vm.raw"),
+            ("ssh://me@[::1]/srv/vm.raw", Some("me@::1"), "/srv/vm.raw"),
+            ("ssh://backup/~/vm.raw", Some("backup"), "./vm.raw"),
         ] {
-            let host = host.map(str::to_owned);
-            let destination = Location { name: text.into(), host, port: None, path: path.into() };
+            let (host, reach) = (host.map(str::to_owned), Reach::Ssh(None));
+            let destination = Location { name: text.into(), host, reach, path: path.into() };
             assert_eq!(Location::parse(text).unwrap(), destination);
         }
-        for wrong in ["", ":/srv", "host:"] {
+        for (text, host, port) in [
+            ("ssh://backup:2222/vm.raw", "backup", 2222),
+            ("ssh://me@[2001:db8::7]:22/vm.raw", "me@2001:db8::7", 22),
+        ] {
+            let (host, reach) = (Some(host.to_owned()), Reach::Ssh(Some(port)));
+            let destination = Location { name: text.into(), host, reach, path: "/vm.raw".into() };
+            assert_eq!(Location::parse(text).unwrap(), destination);
+        }
+        for wrong in [
+            "",
+            ":/srv",
+            "host:",
+            "[::1]:",
+            "ssh://",
+            "ssh:///x",
+            "ssh://host",
+            "ssh://host/",
+            "ssh://@host/x",
+        ] {
             assert!(Location::parse(wrong).is_err(), "{wrong}");
+        }
+        for (wrong, meant) in [
+            ("host:22:/x", "use ssh://host:22/x"),
+            ("[::1]:22:/x", "use ssh://[::1]:22/x"),
+            ("2001:db8::7:/x", "use [2001:db8::7]:/x"),
+            ("me@::1:x", "use me@[::1]:x"),
+            ("ssh://host:0/x", "use ssh://HOST/PATH"),
+            ("ssh://::1/x", "use ssh://HOST/PATH"),
+            ("backup:~me/vm.raw", "only ~/ is expanded"),
+        ] {
+            let said = Location::parse(wrong).unwrap_err().to_string();
+            assert!(said.contains(meant), "{said}");
+        }
+        for (folder, path) in [("host:/", "/"), ("ssh://host/srv/", "/srv"), ("/", "/"), ("host:a/", "a")] {
+            assert_eq!(Location::folder(folder).unwrap().path, Path::new(path));
         }
     }
 
@@ -340,8 +467,8 @@ mod tests {
             ("tls://[2001:db8::7]/vm.raw", "[2001:db8::7]", 10873, "vm.raw"),
             ("tls://[2001:db8::7]:7000/vm.raw", "[2001:db8::7]", 7000, "vm.raw"),
         ] {
-            let (host, port) = (Some(host.into()), Some(port));
-            let destination = Location { name: text.into(), host, port, path: path.into() };
+            let (host, reach) = (Some(host.into()), Reach::Tls(port));
+            let destination = Location { name: text.into(), host, reach, path: path.into() };
             assert_eq!(Location::parse(text).unwrap(), destination);
         }
         for wrong in [

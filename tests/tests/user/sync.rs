@@ -833,3 +833,41 @@ fn a_source_that_is_renamed_goes_on() {
     let known = std::fs::read_dir(scene.site.state().join("sources")).expect("the sources").flatten();
     assert_eq!(known.filter(|e| e.path().is_dir()).count(), 1, "it became another source");
 }
+
+/// A remote shell that writes its arguments down, and runs the command on this machine.
+fn recording_rsh(site: &Site) -> (std::path::PathBuf, impl Fn() -> String + use<>) {
+    use std::os::unix::fs::PermissionsExt;
+    let (rsh, log) = (site.path("shell/rsh"), site.path("arguments"));
+    std::fs::create_dir(site.path("shell")).expect("a folder");
+    let script = format!(
+        "#!/bin/sh\nfor last; do :; done\nprintf '%s|' \"$@\" >'{}'\nexec sh -c \"$last\"\n",
+        log.display()
+    );
+    std::fs::write(&rsh, script).expect("a script");
+    std::fs::set_permissions(&rsh, PermissionsExt::from_mode(0o755)).expect("a mode");
+    (rsh, move || std::fs::read_to_string(&log).expect("the arguments"))
+}
+
+/// An address or a port reaches the remote shell, whichever command is given it.
+#[test]
+fn places_over_ssh_are_named_as_users_of_ssh_do() {
+    let scene = Scene::new("places over ssh", MIB);
+    let (rsh, said) = recording_rsh(&scene.site);
+    let dsync = |words: &[&str]| scene.site.dsync(words).env("DSYNC_RSH", &rsh);
+    let there = scene.site.path("there.raw").display().to_string();
+    dsync(&["sync"]).arg(&scene.image).arg(format!("[::1]:{there}")).ok();
+    assert!(said().starts_with("::1|"), "{}", said());
+    dsync(&["verify"]).arg(&scene.image).arg(format!("me@[2001:db8::7]:{there}")).ok();
+    assert!(said().starts_with("me@2001:db8::7|"), "{}", said());
+    dsync(&["sync"]).arg(format!("ssh://me@far:2222{there}")).arg(scene.site.path("pulled.raw")).ok();
+    assert!(said().starts_with("-p|2222|me@far|"), "{}", said());
+    dsync(&["sync", "vm"])
+        .arg(format!("far:22:{there}"))
+        .code(2)
+        .says(&[&format!("use ssh://far:22{there}")]);
+    dsync(&["sync", "vm", "2001:db8::7:/x"]).code(2).says(&["use [2001:db8::7]:/x"]);
+    // The home folder there is where the remote shell begins.
+    dsync(&["sync"]).arg(&scene.image).arg("far:~/home.raw").dir(&scene.site.path("shell")).ok();
+    image::assert_equal(&scene.image, &scene.site.path("shell/home.raw"));
+    image::assert_equal(&scene.image, &scene.site.path("pulled.raw"));
+}
