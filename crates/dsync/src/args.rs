@@ -415,7 +415,7 @@ pub(crate) struct FarArgs {
     /// Send at most this much per second, such as 10M; by the hour, in local time: 08:00-18:00=10M,else=off
     #[arg(long, value_name = "RATE|HOURS=RATE,...", value_parser = Bandwidth::parse)]
     pub bwlimit: Option<Bandwidth>,
-    /// Remote shell with its options [default: $DSYNC_RSH, else ssh]
+    /// Remote shell with its options, split as a shell does: quote what has blanks [default: $DSYNC_RSH, else ssh]
     #[arg(short = 'e', long, value_name = "COMMAND")]
     pub rsh: Option<String>,
     /// Command that runs dsync on the far host [default: dsync]

@@ -8,6 +8,7 @@ use link::{ConnectOptions, Link};
 use source::StateDir;
 
 use crate::args::FarArgs;
+use crate::failure::Failure;
 
 /// How another host is reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,9 +25,9 @@ pub(crate) fn call(host: &str, reach: Reach, verb: &str, far: &FarArgs, state: &
         Reach::Ssh(port) => port,
         Reach::Tls(port) => return call_tls(host, port, far, state),
     };
-    let mut rsh = far.rsh().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let mut rsh = words("--rsh", &far.rsh())?;
     rsh.extend(port.into_iter().flat_map(|port| ["-p".to_owned(), port.to_string()]));
-    let mut command = far.remote_dsync().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let mut command = words("--remote-dsync", far.remote_dsync())?;
     command.push(verb.into());
     // Somebody at a terminal may be asked for a password, at first.
     static CALLED: AtomicBool = AtomicBool::new(false);
@@ -40,4 +41,13 @@ fn call_tls(host: &str, port: u16, far: &FarArgs, state: &StateDir) -> Result<Li
     let connections = far.connections.map(usize::from);
     let options = ConnectOptions { connections, timeout: far.timeout(), ..ConnectOptions::default() };
     Ok(Link::tls(&crate::key::keys(state), host, port, &options)?)
+}
+
+/// A command and its arguments, as a shell would split them.
+fn words(option: &str, command: &str) -> Result<Vec<String>, Failure> {
+    shlex::split(command).filter(|words| !words.is_empty()).ok_or_else(|| {
+        Failure::usage(format!(
+            "invalid command \"{command}\" of {option}: it is empty, or a quote in it is not closed"
+        ))
+    })
 }

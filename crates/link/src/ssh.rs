@@ -80,7 +80,7 @@ fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(Arc<Remote>,
     let said = Arc::new(Stderr::default());
     let remote = Arc::new(Remote {
         host: host.to_string(),
-        rsh: rsh.join(" "),
+        rsh: quoted(rsh),
         command: command.to_vec(),
         child: Mutex::new(child),
         wake,

@@ -837,8 +837,8 @@ fn a_source_that_is_renamed_goes_on() {
 /// A remote shell that writes its arguments down, and runs the command on this machine.
 fn recording_rsh(site: &Site) -> (std::path::PathBuf, impl Fn() -> String + use<>) {
     use std::os::unix::fs::PermissionsExt;
-    let (rsh, log) = (site.path("shell/rsh"), site.path("arguments"));
-    std::fs::create_dir(site.path("shell")).expect("a folder");
+    let (rsh, log) = (site.path("with blank/rsh"), site.path("arguments"));
+    std::fs::create_dir(site.path("with blank")).expect("a folder");
     let script = format!(
         "#!/bin/sh\nfor last; do :; done\nprintf '%s|' \"$@\" >'{}'\nexec sh -c \"$last\"\n",
         log.display()
@@ -853,7 +853,7 @@ fn recording_rsh(site: &Site) -> (std::path::PathBuf, impl Fn() -> String + use<
 fn places_over_ssh_are_named_as_users_of_ssh_do() {
     let scene = Scene::new("places over ssh", MIB);
     let (rsh, said) = recording_rsh(&scene.site);
-    let dsync = |words: &[&str]| scene.site.dsync(words).env("DSYNC_RSH", &rsh);
+    let dsync = |words: &[&str]| scene.site.dsync(words).env("DSYNC_RSH", format!("'{}'", rsh.display()));
     let there = scene.site.path("there.raw").display().to_string();
     dsync(&["sync"]).arg(&scene.image).arg(format!("[::1]:{there}")).ok();
     assert!(said().starts_with("::1|"), "{}", said());
@@ -867,7 +867,24 @@ fn places_over_ssh_are_named_as_users_of_ssh_do() {
         .says(&[&format!("use ssh://far:22{there}")]);
     dsync(&["sync", "vm", "2001:db8::7:/x"]).code(2).says(&["use [2001:db8::7]:/x"]);
     // The home folder there is where the remote shell begins.
-    dsync(&["sync"]).arg(&scene.image).arg("far:~/home.raw").dir(&scene.site.path("shell")).ok();
-    image::assert_equal(&scene.image, &scene.site.path("shell/home.raw"));
+    dsync(&["sync"]).arg(&scene.image).arg("far:~/home.raw").dir(&scene.site.path("with blank")).ok();
+    image::assert_equal(&scene.image, &scene.site.path("with blank/home.raw"));
     image::assert_equal(&scene.image, &scene.site.path("pulled.raw"));
+}
+
+/// The remote shell and its options are split as a shell splits them.
+#[test]
+fn a_remote_shell_may_have_quotes() {
+    let scene = Scene::new("a quoted remote shell", MIB);
+    let (rsh, said) = recording_rsh(&scene.site);
+    let command = format!("'{}' -o 'ProxyCommand=nc %h %p' -F a\\ b \"c 'd\"", rsh.display());
+    let sync = |rsh: &str| {
+        let run = scene.site.dsync(["sync", "--rsh", rsh]).arg(&scene.image);
+        run.arg(format!("far:{}", scene.site.path("there.raw").display()))
+    };
+    sync(&command).ok();
+    assert!(said().starts_with("-o|ProxyCommand=nc %h %p|-F|a b|c 'd|far|"), "{}", said());
+    sync("ssh -o 'Port=22").code(2).says(&["a quote in it is not closed", "--rsh"]);
+    // What is named to be tried by hand works there.
+    sync("sh -c 'exit 255'").code(1).says(&["\"sh -c 'exit 255' far true\""]);
 }
