@@ -63,6 +63,10 @@ pub fn demote_group(
             let (summaries, intent) = plan(state, &group, options, last_sync, progress)?;
             if !options.dry_run {
                 all_still(&watches)?;
+                // A record that was doubted now is doubted when it is opened again.
+                watches.retain(|path, _| {
+                    summaries.iter().any(|disk| disk.path == *path && disk.bytes_unsure.is_some())
+                });
                 // The sources are held until it is there: nobody serves one in between.
                 ending.begin(intent)?;
             }
@@ -123,7 +127,7 @@ fn carry_out(
     if refused.is_empty() { Ok(summaries) } else { Err(SyncError::Refused(refused.join(". "))) }
 }
 
-/// Those of the members that are block devices, by their paths.
+/// Those of the members that are block devices and whose record was believed when they were watched, by their paths.
 type Watches = BTreeMap<PathBuf, Arc<WriteWatch>>;
 
 /// Watches the block devices of a group, unless their user says that nothing else writes to them.
@@ -144,8 +148,8 @@ fn all_still(watches: &Watches) -> Result<(), SyncError> {
     )))
 }
 
-/// How the source at a path is opened again. The record of a device is believed as long as nothing has written to that since it was
-/// watched.
+/// How the source at a path is opened again. The record of a device that was believed is so as long as nothing has written to that since it
+/// was watched.
 fn opening(path: &Path, watches: &Watches, options: &DemoteOptions) -> SourceOptions {
     let is_still = watches.get(path).is_some_and(|watch| watch.is_still());
     SourceOptions { trust_device: options.open.trust_device || is_still, ..options.open.clone() }

@@ -1846,3 +1846,50 @@ fn a_group_goes_over_tls() {
     far.site.dsync(["promote", "--group"]).arg(&two.dir).ok();
     assert_eq!(together(&two.dir, "promoted") + 1, next);
 }
+
+/// Devices whose record nobody vouches for, and that others have overwritten: what was doubted is compared, although nothing writes to them while
+/// they are demoted.
+#[test]
+fn a_demotion_of_doubted_devices_carries_the_doubt() {
+    let what = "devices that were overwritten before they are demoted";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let (mut random, near, far) = (Random::new(what), Site::new(), Site::new());
+    let there = far.path("replicas");
+    [near.path("disks"), there.clone()].iter().for_each(|dir| std::fs::create_dir(dir).expect("a folder"));
+    let disks = NAMES.map(|name| near.path(&format!("disks/{name}.raw")));
+    let mut kept = Vec::new();
+    for (name, disk) in NAMES.iter().zip(&disks) {
+        let Some(device) = testing::Loop::new(&near.image(&format!("{name}-disk"), SIZE)) else {
+            return skipped(what, "there is no loop device");
+        };
+        std::os::unix::fs::symlink(device.device(), disk).expect("a link");
+        kept.push(device);
+    }
+    let towards = |from: &Site, to: &Site, dir: &Path| {
+        let run = from.dsync(["sync", "--json", "--group", "db", "--trust-device", "--rsh", RSH]);
+        run.arg(format!("far:{}", dir.display())).env("RSH_STATE", to.state())
+    };
+    let server = near.serve(&disks.each_ref().map(PathBuf::as_path), &["--group", "db"]);
+    towards(&near, &far, &there).ok();
+    for name in NAMES {
+        let mut client = server.client(name);
+        client.write(10 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        client.close().expect("the end");
+    }
+    server.kill();
+    let promoted = far.dsync(["promote", "--force", "--group"]).arg(&there).ok();
+    for disk in &disks {
+        let device = std::fs::File::options().write(true).open(disk).expect("a device");
+        device.write_all_at(&random.bytes(BLOCK as usize), 900 * BLOCK).expect("a write");
+        device.sync_all().expect("a flush");
+    }
+    near.dsync(["demote", "--group", "db", "--discard"]).args(given_since(&promoted)).ok();
+    let (members, _) = summaries(&towards(&far, &near, &near.path("disks")).ok());
+    assert!(members.iter().all(|member| member["method"] == "compare"), "{members:?}");
+    for (name, disk) in NAMES.iter().zip(&disks) {
+        let replica = std::fs::read(there.join(format!("{name}.raw"))).expect("a disk");
+        assert!(replica == std::fs::read(disk).expect("a device"), "{name} differs");
+    }
+}
