@@ -78,6 +78,18 @@ impl Backing for SimBacking {
         self.process.host.clock()
     }
 
+    fn durable_time(&self) -> Result<i64, SourceError> {
+        let number = self.find()?;
+        let host = &self.process.host;
+        host.call(&self.process, Call::Sync, |state| {
+            let inode = state.files.inode(number)?;
+            let time = if inode.is_device { 0 } else { inode.time };
+            crate::files::sync(state, number, true)?;
+            Ok(time)
+        })
+        .map_err(|error| self.failed(error))
+    }
+
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         let number = self.find()?;
         Ok(Arc::new(SimDisk::new(&lock(&self.reader), number)))

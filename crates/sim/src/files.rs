@@ -164,7 +164,7 @@ fn resize(state: &mut State, number: u64, len: u64) -> io::Result<()> {
     Ok(())
 }
 
-fn sync(state: &mut State, number: u64, all: bool) -> io::Result<()> {
+pub(crate) fn sync(state: &mut State, number: u64, all: bool) -> io::Result<()> {
     let broken = state.is_broken();
     let inode = state.files.inode(number)?;
     if broken {

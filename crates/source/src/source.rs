@@ -101,6 +101,11 @@ pub trait Backing: Send + Sync {
     fn written(&self) -> Option<Written> {
         None
     }
+    /// Makes a file durable with its times, and returns the time of change that it had before, in nanoseconds since 1970; 0 where there
+    /// is none.
+    fn durable_time(&self) -> Result<i64, SourceError> {
+        Ok(0)
+    }
     /// Detects writes by other programs from now on; `None` if the identity shows them.
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         Ok(None)
@@ -167,6 +172,16 @@ impl Backing for PathBacking {
     fn written(&self) -> Option<Written> {
         let now = self.identity().ok().filter(Identity::is_block)?;
         Written::of(now.dev)
+    }
+    fn durable_time(&self) -> Result<i64, SourceError> {
+        let now = self.identity()?;
+        if now.is_block() {
+            return Ok(0);
+        }
+        // A flush of the content alone may leave the times behind.
+        let synced = File::open(&now.path).and_then(|file| file.sync_all());
+        synced.map_err(SourceError::state("flush", &now.path))?;
+        Ok(now.ctime_ns)
     }
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         let known = self.known();
@@ -554,6 +569,7 @@ impl Source {
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
             written: None,
             marked: None,
+            durable: closed.as_ref().filter(|_| lost.is_none() || spared.is_some()).map_or(0, |c| c.durable),
         };
         let settings = Settings {
             block_size: about.block_size,
@@ -776,9 +792,10 @@ impl Source {
             Some(last) => last,
             None => {
                 let epoch = Epoch { number: frozen.number, id: Uuid::new_v4() };
-                let appended =
-                    epochs.history.append(epoch, lost.clone(), size, self.about.block_size, &frozen.changes);
-                let settled = appended.and_then(|()| {
+                let (blocks, changes) = (self.about.block_size, &frozen.changes);
+                let settled = self.backing.durable_time().and_then(|durable| {
+                    epochs.history.append(epoch, lost.clone(), size, blocks, changes)?;
+                    epochs.stamp.durable = durable;
                     // The gap is in the history. And a history that ends before this epoch is not trusted any more:
                     // soon no record has what it lacks.
                     *self.lost.lock().unwrap_or_else(|e| e.into_inner()) = None;
@@ -970,7 +987,9 @@ impl Source {
         let larger = epochs.stamp.larger;
         let written = self.backing.written();
         let marked = Some(self.disk.dirty().count());
-        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked }.write(&*self.folder)
+        let durable = epochs.stamp.durable;
+        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, durable }
+            .write(&*self.folder)
     }
 
     fn stop_tending(&mut self) {

@@ -34,6 +34,14 @@ pub(crate) struct ImageStamp {
     /// source is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub marked: Option<u64>,
+    /// The time of change of a file at its last epoch, which was durable with its content, in nanoseconds since 1970. A power cut leaves it
+    /// none that is earlier. 0 where that is not known.
+    #[serde(default, skip_serializing_if = "is_unknown")]
+    pub durable: i64,
+}
+
+fn is_unknown(time: &i64) -> bool {
+    *time == 0
 }
 
 /// What the next process finds of the last write.
@@ -58,6 +66,8 @@ const UNPROVEN: &str =
 const UNSERVED: &str = "the block device was written to after this state of it was saved";
 /// The loss after a write that bypassed the server.
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
+/// The loss if the image is older than its history.
+const SET_BACK: &str = "the image was reset to an earlier state, from before its last epoch";
 /// The loss if something else is at the path now.
 pub(crate) const REPLACED: &str = "another file or device is in its place";
 
@@ -161,6 +171,10 @@ impl ImageStamp {
         if self.identity.size != now.size {
             return Verdict::Lost("the image was resized while it was not served".into());
         }
+        // What the history has, the record does not: an image from before that cannot be brought up to date by either.
+        if now.ctime_ns < self.durable {
+            return Verdict::Lost(SET_BACK.into());
+        }
         // An unclean stop: the last write to the image must have been our own. Its time is noted just before it goes
         // down, in memory that outlives the process but not the kernel.
         let changed = now.ctime_ns.max(0) as u64;
@@ -213,6 +227,7 @@ mod tests {
             larger: None,
             written: None,
             marked: None,
+            durable: 0,
         };
         let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false, written: None };
         let trusted = Verdict::Trusted { power_lost: false };
@@ -229,5 +244,33 @@ mod tests {
         assert_eq!(stamp(1).verdict(&now, &boot, late(changed), false), trusted);
         let verdict = stamp(1).verdict(&now, &boot, late(changed - 1), false);
         assert!(matches!(&verdict, Verdict::Lost(why) if why.contains("another program")), "{verdict:?}");
+    }
+
+    /// A power cut may take what was not flushed, and nothing that an epoch has made durable.
+    #[test]
+    fn no_power_cut_leaves_an_image_from_before_its_last_epoch() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let changed = now.ctime_ns as u64;
+        let boot = Boot { id: "this one".into(), began: u64::MAX };
+        let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
+        for (opened, life) in [(1, "this one"), (1, "an earlier one"), (now.ctime_ns, "an earlier one")] {
+            let verdict = |durable| {
+                let stamp = ImageStamp {
+                    clean: false,
+                    lost: None,
+                    identity: Identity { ctime_ns: opened, ..now.clone() },
+                    boot: life.into(),
+                    epoch: 1,
+                    larger: None,
+                    written: None,
+                    marked: None,
+                    durable,
+                };
+                stamp.verdict(&now, &boot, last, false)
+            };
+            assert!(matches!(verdict(now.ctime_ns), Verdict::Trusted { .. }), "{life}");
+            assert_eq!(verdict(now.ctime_ns + 1), Verdict::Lost(SET_BACK.into()), "{life}");
+        }
     }
 }

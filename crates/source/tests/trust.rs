@@ -2,11 +2,12 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
-use device::Disk;
+use device::{Disk, Identity};
 use extents::Bitmap;
-use source::{Handle, Position, Source, SourceError, SourceOptions, StateDir};
+use source::{About, Backing, Boot, Handle, Position, Source, SourceError, SourceOptions, StateDir};
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 256 * BLOCK;
@@ -421,4 +422,71 @@ fn an_image_that_is_moved_while_it_is_served_is_followed() {
     let source = Source::open(&scene.state, &web, &SourceOptions::default()).unwrap();
     assert_eq!((source.about().uuid, source.lost()), (known.uuid, None));
     assert_eq!(source.checkpoint(false).unwrap().epoch, epoch);
+}
+
+/// An image on a machine whose boots the test names, and which may be found as it was at an earlier time.
+struct Machine {
+    image: PathBuf,
+    boot: &'static str,
+    changed: Option<i64>,
+}
+
+impl Backing for Machine {
+    fn identity(&self) -> Result<Identity, SourceError> {
+        let now = device::identity(&self.image)?;
+        Ok(Identity { ctime_ns: self.changed.unwrap_or(now.ctime_ns), ..now })
+    }
+    fn boot(&self) -> Boot {
+        Boot { id: self.boot.into(), began: u64::MAX }
+    }
+    fn durable_time(&self) -> Result<i64, SourceError> {
+        Ok(self.identity()?.ctime_ns)
+    }
+    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        Ok(device::open(&self.image, &device::Options::default())?)
+    }
+}
+
+/// The file system of the images is rolled back, and that of the state is not. Without a power cut the memory of the last look tells.
+#[test]
+fn an_image_that_a_power_cut_set_back_behind_its_history_is_a_gap() {
+    let scene = Scene::new();
+    let folder: Arc<dyn device::Folder> =
+        Arc::new(device::Dir::open(&scene.image.with_file_name("kept")).unwrap());
+    let open = |boot, changed| {
+        let machine = Machine { image: scene.image.clone(), boot, changed };
+        let about = About::new(uuid::Uuid::nil(), machine.identity().unwrap(), BLOCK as u32);
+        let options = device::Options { write: true, ..Default::default() };
+        let disk = device::open(&scene.image, &options).unwrap();
+        Source::over(about, disk, folder.clone(), Box::new(machine), &SourceOptions::default()).unwrap()
+    };
+    let changed = || device::identity(&scene.image).unwrap().ctime_ns;
+    let opened = changed();
+    let source = open("first", None);
+    let write = |block: u64| {
+        some_ticks();
+        source.disk().write_at(block * BLOCK, &[1; 10]).unwrap();
+        changed()
+    };
+    let at = first(&source);
+    let before = write(3);
+    write(5);
+    source.checkpoint(false).unwrap();
+    let last = write(7);
+    drop(source);
+    // What was written after the last epoch may be missing.
+    let kept = [changed(), last];
+    for time in kept {
+        let source = open("second", Some(time));
+        assert_eq!(source.lost(), None);
+        drop(source);
+    }
+    for time in [opened, before] {
+        let source = open("third", Some(time));
+        assert!(source.lost().is_some_and(|why| why.contains("earlier state")), "{:?}", source.lost());
+        source.close().unwrap();
+    }
+    let source = open("fourth", None);
+    source.checkpoint(false).unwrap();
+    assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
 }
