@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, fchown};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -13,6 +13,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::attributes;
 use crate::error::{Result, io_error};
 use crate::intent::Membership;
 use crate::lineage::Stamp;
@@ -66,6 +67,10 @@ pub trait Destination: Send {
     /// Makes NAME.partial share the destination's content. A device has none.
     fn clone_final(&self) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
+    }
+    /// Gives the clone the attributes of the destination: all of them, or it fails and names one.
+    fn carry_attributes(&self) -> io::Result<()> {
+        Ok(())
     }
     /// What lets NAME.partial share parts of the destination's content; `None` where that is not to be had.
     fn sharing(&self) -> Option<Sharing> {
@@ -222,12 +227,14 @@ impl Destination for FileDestination {
     fn clone_final(&self) -> io::Result<()> {
         let from = self.file(Name::Final, OFlags::RDONLY)?;
         let to = self.file(Name::Temporary, OFlags::WRONLY)?;
-        rustix::fs::ioctl_ficlone(&to, &from)?;
-        let old = from.metadata()?;
-        if (old.uid(), old.gid()) != (to.metadata()?.uid(), to.metadata()?.gid()) {
-            fchown(&to, Some(old.uid()), Some(old.gid()))?;
-        }
-        to.set_permissions(old.permissions())
+        // One that cannot be had is named when the rest is carried over.
+        let _ = attributes::carry_flags(&from, &to);
+        Ok(rustix::fs::ioctl_ficlone(&to, &from)?)
+    }
+
+    fn carry_attributes(&self) -> io::Result<()> {
+        let from = self.file(Name::Final, OFlags::RDONLY)?;
+        attributes::carry(&from, &self.file(Name::Temporary, OFlags::WRONLY)?)
     }
 
     fn sharing(&self) -> Option<Sharing> {

@@ -21,6 +21,7 @@
 
 // A file imports only files of the groups above its own.
 mod aside;
+mod attributes;
 mod copies;
 mod error;
 mod index;

@@ -888,3 +888,74 @@ fn a_remote_shell_may_have_quotes() {
     // What is named to be tried by hand works there.
     sync("sh -c 'exit 255'").code(1).says(&["\"sh -c 'exit 255' far true\""]);
 }
+
+/// The attributes of a file by which others are kept from it, or let in: owner, mode, and all extended ones.
+fn attributes(file: &std::path::Path) -> (u32, u32, u32, Vec<(String, Vec<u8>)>) {
+    use std::os::unix::fs::MetadataExt;
+    let found = std::fs::metadata(file).expect("a file");
+    let mut list = vec![0; 4096];
+    let len = rustix::fs::listxattr(file, list.as_mut_slice()).expect("a list");
+    let names = list[..len].split(|byte| *byte == 0).filter(|name| !name.is_empty());
+    let mut all: Vec<_> = names
+        .map(|name| {
+            let mut value = vec![0; 4096];
+            let len = rustix::fs::getxattr(file, name, value.as_mut_slice()).expect("a value");
+            (String::from_utf8_lossy(name).into_owned(), value[..len].to_vec())
+        })
+        .collect();
+    all.sort();
+    (found.uid(), found.gid(), found.mode(), all)
+}
+
+/// With an access list, the group's bits of the mode are its mask: carried over without it, they would let the group in. A folder gives its
+/// new files a list of its own.
+#[test]
+fn a_clone_has_the_attributes_of_the_replica_and_no_others() {
+    let what = "the attributes of a replica that is committed as a reflink";
+    if !need(&["mkfs.xfs"], what) || !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 64 * MIB);
+    let (disk, mount) = (scene.site.image("xfs.raw", 512 * MIB), scene.site.path("xfs"));
+    Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
+    let Some(_mounted) = Mount::new(&["-o", "loop"], &disk, &mount) else {
+        return dsync_tests::skipped(what, "XFS cannot be mounted from a loop device here");
+    };
+    scene.replica = mount.join("vm.raw");
+    scene.sync(&[]).ok();
+    let set = |file: &std::path::Path, name: &str, value: &[u8]| {
+        rustix::fs::setxattr(file, name, value, rustix::fs::XattrFlags::empty()).expect("an attribute");
+    };
+    // Owner, user 2222, group, mask and others: see acl(5). The group may do nothing.
+    let entries: [(u16, u16, u32); 5] =
+        [(1, 6, u32::MAX), (2, 6, 2222), (4, 0, u32::MAX), (16, 6, u32::MAX), (32, 0, u32::MAX)];
+    let mut list = 2u32.to_le_bytes().to_vec();
+    for (tag, may, id) in entries {
+        list.extend(tag.to_le_bytes().into_iter().chain(may.to_le_bytes()).chain(id.to_le_bytes()));
+    }
+    for (listed, repairs) in [(true, false), (true, true), (false, false)] {
+        if listed {
+            std::os::unix::fs::chown(&scene.replica, Some(0), Some(6789)).expect("a group");
+            set(&scene.replica, "system.posix_acl_access", &list);
+            set(&scene.replica, "user.note", b"hello");
+            set(&scene.replica, "trusted.note", b"hello");
+        } else {
+            rustix::fs::removexattr(&scene.replica, "system.posix_acl_access").expect("no list");
+            set(&mount, "system.posix_acl_default", &list);
+        }
+        let verify = |options: &[&str]| {
+            scene.site.dsync(["verify", "--repair"]).args(options).args([&scene.image, &scene.replica]).ok()
+        };
+        verify(&[]);
+        let before = attributes(&scene.replica);
+        if repairs {
+            image::scribble(&scene.replica, MIB, MIB, &mut scene.random.clone());
+            verify(&["--commit", "reflink"]);
+        } else {
+            scene.change(3);
+            scene.sync(&["--commit", "reflink"]).ok();
+        }
+        assert_eq!(attributes(&scene.replica), before, "listed: {listed}, repaired: {repairs}");
+        scene.equal();
+    }
+}

@@ -173,6 +173,14 @@ impl Replica {
                 )),
                 _ => disk_error("clone", path, INTERRUPTED)(e),
             }
+        })?;
+        // Any error: without them it may be open to others, and must not take the file's place.
+        self.destination().carry_attributes().map_err(|e| {
+            ReplicaError::Refused(format!(
+                "a clone of {} cannot have all of its attributes ({e}), so it cannot be committed by reflink: pass --commit journal, which \
+                 writes to the file itself",
+                path.display()
+            ))
         })
     }
 

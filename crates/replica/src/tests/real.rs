@@ -196,6 +196,9 @@ impl Destination for Frail {
     fn clone_final(&self) -> std::io::Result<()> {
         self.destination.clone_final()
     }
+    fn carry_attributes(&self) -> std::io::Result<()> {
+        self.destination.carry_attributes()
+    }
     fn rename(&self, replace: bool) -> std::io::Result<()> {
         self.destination.rename(replace)
     }
