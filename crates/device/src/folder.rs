@@ -65,8 +65,8 @@ pub trait StateFile: Send + Sync {
     fn failed(&self) -> io::Result<()> {
         Ok(())
     }
-    /// Maps the first `len` bytes, a multiple of 8, shared. Where a store to a mapping may find no room, the mapping is a copy in
-    /// memory, which [`Mapping::put`] brings to the file.
+    /// Maps the first `len` bytes, a multiple of 8, shared. Where a store to a mapping may find no room, or another user owns the file, the
+    /// mapping is a copy in memory, which [`Mapping::put`] brings to the file.
     fn map(&self, len: u64) -> io::Result<Mapping>;
     /// Starts writing a range back without waiting, so that a later [`StateFile::sync`] finds little to do. A hint.
     fn write_back(&self, _offset: u64, _len: u64) {}
@@ -155,7 +155,8 @@ impl Dir {
     }
 
     /// Opens a file of the folder, which may belong to a user with fewer rights than this process, who could have put anything under the
-    /// name: nothing is followed or opened but a file of its own. `mode` is for one that is created.
+    /// name: nothing is followed, waited for or opened but a file of its own. `mode` is for one that is created, which is [given](give)
+    /// to the folder's owner. Every file of state is opened here.
     ///
     /// # Errors
     /// `InvalidData` for anything else.
@@ -165,18 +166,22 @@ impl Dir {
             let text = format!("{name} is {what}, and not made by dsync: remove it");
             Err(io::Error::new(io::ErrorKind::InvalidData, text))
         };
-        let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let file: File = match openat(&self.held, name, flags, Mode::from_raw_mode(mode)) {
+        let file = match open_within(&self.held, name.as_ref(), flags, Mode::from_raw_mode(mode)) {
             Err(Errno::LOOP) => return refused("a symbolic link"),
-            opened => opened?.into(),
+            Err(Errno::NXIO) => return refused("not a file"),
+            opened => opened?,
         };
-        let (found, owner) = (file.metadata()?, self.held.metadata()?.uid());
+        let (found, folder) = (file.metadata()?, self.held.metadata()?);
         if !found.is_file() {
             return refused("not a file");
         }
-        let is_foreign = found.nlink() > 1 || ![0, owner].contains(&found.uid());
-        if owner != 0 && rustix::process::geteuid().is_root() && is_foreign {
+        let is_foreign = found.nlink() > 1 || ![0, folder.uid()].contains(&found.uid());
+        let is_open_to_others = folder.uid() != 0 || folder.mode() & 0o002 != 0;
+        if is_open_to_others && rustix::process::geteuid().is_root() && is_foreign {
             return refused("a file of another user, or has another name as well");
+        }
+        if flags.contains(OFlags::CREATE) {
+            let _ = give(&file, &self.held, name.as_ref());
         }
         Ok(file)
     }
@@ -195,9 +200,6 @@ impl Folder for Dir {
         let is_read_only = |error: &io::Error| error.kind() == io::ErrorKind::ReadOnlyFilesystem;
         let read_only = !create && opened.as_ref().is_err_and(is_read_only);
         let file = if read_only { self.file(name, OFlags::RDONLY, 0)? } else { opened? };
-        if create {
-            let _ = give(&file, &self.held, name.as_ref());
-        }
         Ok(Box::new(RealFile { file, read_only }))
     }
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
@@ -240,6 +242,18 @@ impl Folder for Dir {
         let found = rustix::fs::fstatvfs(&self.held).ok()?;
         found.f_bavail.checked_mul(found.f_frsize)
     }
+}
+
+/// Opens what has this name in a folder, where another user may have put anything under it: no link is followed, and nothing is waited for.
+/// What was opened may still be anything but a link.
+pub fn open_within(folder: &File, name: &OsStr, flags: OFlags, mode: Mode) -> rustix::io::Result<File> {
+    // A pipe would wait for its other end, and a leased file for its holder.
+    let safe = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let file: File = openat(folder, name, flags | safe, mode)?.into();
+    if !flags.contains(OFlags::PATH) {
+        rustix::fs::fcntl_setfl(&file, rustix::fs::fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
+    }
+    Ok(file)
 }
 
 /// Gives what root has made to whom its folder belongs: a service that runs as another user goes on with it.
@@ -318,8 +332,11 @@ impl StateFile for RealFile {
         if failed != 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
     fn map(&self, len: u64) -> io::Result<Mapping> {
+        use std::os::unix::fs::MetadataExt;
+        // Its owner can cut it short, and a load from beyond its end would end this process by SIGBUS.
+        let is_foreign = self.file.metadata()?.uid() != rustix::process::geteuid().as_raw();
         // What is only looked at may be a copy as well.
-        match self.read_only || copies_on_write(&self.file)? {
+        match self.read_only || is_foreign || copies_on_write(&self.file)? {
             true => Mapping::copy(&self.file, len),
             false => Mapping::new(&self.file, len),
         }
@@ -356,7 +373,7 @@ fn copies_on_write(file: &File) -> io::Result<bool> {
 }
 
 /// The words of a file, shared by all who map it: a writable mapping, or a copy in memory where a mapping could not be written to
-/// on a full file system.
+/// on a full file system, or another user could cut the file short.
 ///
 /// What is stored in a mapping outlives the process, and is durable after [`StateFile::sync`]. For a copy both are true of what
 /// [`Mapping::put`] has brought to the file, so a word that must be found after a kill is put.
@@ -488,6 +505,46 @@ mod tests {
             let found = std::fs::metadata(path).unwrap();
             assert_eq!((found.uid(), found.gid()), (nobody, nobody), "{}", path.display());
         }
+    }
+
+    #[test]
+    fn nothing_but_a_file_is_opened_or_waited_for() {
+        let temp = tempfile::tempdir().unwrap();
+        let folder = Dir::open(temp.path()).unwrap();
+        let at = |name: &str| temp.path().join(name);
+        assert!(std::process::Command::new("mkfifo").arg(at("pipe")).status().unwrap().success());
+        let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+        std::os::unix::fs::symlink(at("target"), at("link")).unwrap();
+        for name in ["pipe", "socket", "link"] {
+            for flags in [OFlags::RDONLY, OFlags::WRONLY, OFlags::RDWR, OFlags::RDWR | OFlags::CREATE] {
+                let error = folder.file(name, flags, 0o600).unwrap_err();
+                assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{name}: {error}");
+            }
+        }
+        assert!(!at("target").exists());
+        let file = folder.file("file", OFlags::RDWR | OFlags::CREATE, 0o600).unwrap();
+        assert!(!rustix::fs::fcntl_getfl(&file).unwrap().contains(OFlags::NONBLOCK));
+    }
+
+    #[test]
+    fn what_another_user_may_cut_short_is_not_mapped() {
+        use std::os::unix::fs::chown;
+        if !testing::need_root("a file that another user cuts short") {
+            return;
+        }
+        let temp = tempfile::tempdir().unwrap();
+        let (folder, path) = (Dir::open(temp.path()).unwrap(), temp.path().join("file"));
+        let file = folder.open("file", true).unwrap();
+        file.reserve(8192).unwrap();
+        chown(&path, Some(65534), None).unwrap();
+        let copy = file.map(8192).unwrap();
+        assert!(copy.is_copy());
+        File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+        copy[1000].store(7, SeqCst);
+        copy.put(1000..1001).unwrap();
+        let mut word = [0; 8];
+        file.read_at(8000, &mut word).unwrap();
+        assert_eq!(u64::from_ne_bytes(word), 7);
     }
 
     #[test]

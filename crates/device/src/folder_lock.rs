@@ -8,7 +8,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat};
 use rustix::io::Errno;
 
-use crate::folder::{Dir, Folder, give};
+use crate::folder::{Dir, Folder};
 
 /// The lock on a folder of state, held as long as this lives.
 #[derive(Debug)]
@@ -28,7 +28,8 @@ impl FolderLock {
 
     /// Takes the lock of a folder; an inner `Err` names the holder.
     pub fn of(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
-        loop {
+        // Whoever may remove the file could keep this going.
+        for _ in 0..100 {
             let opened = folder.file(Self::NAME, OFlags::RDWR | OFlags::CREATE, 0o666);
             let mut file = match opened {
                 Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => {
@@ -36,7 +37,6 @@ impl FolderLock {
                 }
                 opened => opened?,
             };
-            let _ = give(&file, folder.held(), Self::NAME.as_ref());
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Ok(Err(holder(&mut file)?)),
@@ -56,6 +56,7 @@ impl FolderLock {
                 return Ok(Ok(FolderLock { file, folder: folder.clone() }));
             }
         }
+        Ok(Err("a process that removes the lock again and again".into()))
     }
 
     /// On a file system that is mounted read-only, where the file can be locked but not created: the folder is locked instead.

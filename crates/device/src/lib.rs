@@ -54,7 +54,7 @@ pub use clock::{Boot, Clock, Life, grain, stamps_apart};
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
 pub use file::{Options, adopt, open, open_without_uring};
-pub use folder::{Dir, Folder, Mapping, StateFile, give, replace, reserve, reserved};
+pub use folder::{Dir, Folder, Mapping, StateFile, give, open_within, replace, reserve, reserved};
 pub use folder_lock::FolderLock;
 pub use human::{exact_size, human_size};
 pub use identity::{DiskKind, Identity, identity};

@@ -147,8 +147,7 @@ impl FileDestination {
         // A disk holds what its files' modes would hide: for the owner alone.
         let mode = Mode::from_raw_mode(0o600);
         // The path has no links; one that is here was put in the file's place.
-        let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        Ok(openat(self.folder.held(), self.file_name(name), flags, mode)?.into())
+        Ok(device::open_within(self.folder.held(), self.file_name(name), flags, mode)?)
     }
 }
 

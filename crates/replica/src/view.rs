@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use delta::Epoch;
 use device::{Dir, Disk, Folder, FolderLock, Queue, StateFile, ThreadQueue};
-use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, flock, openat, statat};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, flock, statat};
 use rustix::io::Errno;
 use uuid::Uuid;
 
@@ -95,7 +95,10 @@ impl View {
         }
         let dir = Dir::existing(&folder).map_err(io_error("open", &folder))?;
         let raw = || {
-            let file = File::open(&path).map_err(io_error("open", &path))?;
+            let held = Dir::existing(path.parent().unwrap_or(Path::new("/")));
+            let name = path.file_name().unwrap_or_default();
+            let open = |dir: Dir| device::open_within(dir.held(), name, OFlags::RDONLY, Mode::empty());
+            let file = held.and_then(|dir| Ok(open(dir)?)).map_err(io_error("open", &path))?;
             let inode = file.metadata().map_err(io_error("look at", &path))?.ino();
             let reading = device::Options { write: false, direct: true, exclusive: false };
             Ok((device::adopt(file, &path, &reading)?, if device { 0 } else { inode }))
@@ -375,10 +378,10 @@ struct Log {
 impl Log {
     /// Makes a log with its claim.
     fn make(folder: &Dir, shown: &Shown) -> io::Result<Log> {
-        loop {
+        // Whoever may remove the log could keep this going.
+        for _ in 0..100 {
             let name = format!("{NAME}{}", Uuid::new_v4().simple());
-            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-            let file: File = openat(folder.held(), &name, flags, Mode::from_raw_mode(0o600))?.into();
+            let file = folder.file(&name, OFlags::RDWR | OFlags::CREATE | OFlags::EXCL, 0o600)?;
             share(&file, folder)?;
             let mut log = Log {
                 name,
@@ -404,6 +407,7 @@ impl Log {
             log.file.write_all_at(&claim.head()?, 0)?;
             return Ok(log);
         }
+        Err(io::Error::other("another process removes it again and again"))
     }
 
     /// Takes what was appended, up to this byte.

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use delta::{Epoch, Header, Method};
 use device::{Dir, Disk, Folder, StateFile};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use uuid::Uuid;
@@ -147,16 +147,26 @@ pub struct Reader {
 
 /// Who reads the replica of a folder, the first who began first. Takes no lock.
 pub(crate) fn readers(folder: &Path) -> io::Result<Vec<Reader>> {
-    let mut readers = Vec::new();
-    for entry in std::fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(NAME)) {
-            // Those that end just now are none.
-            readers.extend(File::open(&path).ok().and_then(|file| reader(&file)));
-        }
-    }
+    // Those that end just now are none.
+    let mut readers: Vec<Reader> =
+        logs(&Dir::existing(folder)?)?.filter_map(|log| reader(&log.ok()?)).collect();
     readers.sort_by_key(|reader| (reader.since, reader.process));
     Ok(readers)
+}
+
+/// The names of the logs in a folder.
+fn names(folder: &dyn Folder) -> io::Result<impl Iterator<Item = String>> {
+    Ok(folder.list()?.into_iter().filter(|name| name.starts_with(NAME)))
+}
+
+/// The logs in a folder, opened to be looked at and locked.
+fn logs(folder: &dyn Folder) -> io::Result<impl Iterator<Item = io::Result<File>>> {
+    Ok(names(folder)?.map(|name| probe(folder, &name)))
+}
+
+/// Opens a log by itself, as a lock belongs to an opening.
+fn probe(folder: &dyn Folder, name: &str) -> io::Result<File> {
+    Dir::existing(folder.path())?.file(name, OFlags::RDONLY, 0)
 }
 
 fn reader(log: &File) -> Option<Reader> {
@@ -256,7 +266,7 @@ impl Views {
         disk: &dyn Fn() -> io::Result<Arc<dyn Disk>>,
     ) -> io::Result<()> {
         self.looked = Some(Instant::now());
-        for name in folder.list()?.into_iter().filter(|name| name.starts_with(NAME)) {
+        for name in names(folder)? {
             if self.logs.iter().any(|log| log.name == name) {
                 continue;
             }
@@ -327,7 +337,7 @@ impl ViewLog {
         name: &str,
         disk: &dyn Fn() -> io::Result<Arc<dyn Disk>>,
     ) -> io::Result<Option<ViewLog>> {
-        let probe = match File::open(folder.path().join(name)) {
+        let probe = match probe(folder, name) {
             // Of another machine's life, or removed by its reader.
             Err(e) if e.kind() == io::ErrorKind::NotFound => return folder.remove(name).map(|()| None),
             opened => opened?,
@@ -433,7 +443,7 @@ fn say_lost(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
 /// Ends all logs of a folder. Returns whether there was one that was not lost already.
 pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
     let mut told = Ok(false);
-    for name in folder.list()?.into_iter().filter(|name| name.starts_with(NAME)) {
+    for name in names(folder)? {
         let lost = lose(folder, &name, why);
         told = told.and_then(|before| lost.map(|now| before || now));
     }
@@ -443,9 +453,11 @@ pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
 /// Bytes that the readers of a folder would let go of if they lost. `None` if that cannot be told: one of them reads another moment than the
 /// present state, and may hold files that have no name any more, or has lost and is about to let go.
 pub(crate) fn may_give(folder: &dyn Folder, present: Uuid) -> Option<u64> {
-    let names = folder.list().ok()?.into_iter().filter(|name| name.starts_with(NAME));
-    let logs = names.filter_map(|name| File::open(folder.path().join(name)).ok());
-    logs.map(|log| if has_let_go(&log) { Some(0) } else { held_by(&log, present) }).sum()
+    logs(folder)
+        .ok()?
+        .flatten()
+        .map(|log| if has_let_go(&log) { Some(0) } else { held_by(&log, present) })
+        .sum()
 }
 
 fn held_by(log: &File, present: Uuid) -> Option<u64> {
@@ -460,8 +472,7 @@ fn held_by(log: &File, present: Uuid) -> Option<u64> {
 /// Ends all logs to make room, and waits until their readers, and those that had lost before, have let go of what they held: their
 /// scratch files, and earlier moments and replaced files that have no name any more. True if that may have made some room.
 pub(crate) fn give_way(folder: &dyn Folder) -> bool {
-    let names = folder.list().unwrap_or_default().into_iter().filter(|name| name.starts_with(NAME));
-    let logs = names.filter_map(|name| File::open(folder.path().join(name)).ok());
+    let logs = logs(folder).into_iter().flatten().flatten();
     // One that has not let go in that time, as its process is stopped, is not waited for again.
     let recent = |log: &File| {
         let changed = log.metadata().and_then(|meta| meta.modified()).map(|time| time.elapsed());

@@ -43,7 +43,7 @@ use std::sync::atomic::{
 
 use device::{Disk, Mapping};
 use extents::Bitmap;
-use rustix::fs::{MemfdFlags, Mode, OFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 
 use crate::bitmap_file::Section;
 
@@ -93,6 +93,14 @@ pub struct CowStore {
     locks: Vec<Mutex<()>>,
 }
 
+/// Neither end can cut the map short: what the other one maps would end by SIGBUS.
+const SEALS: SealFlags = SealFlags::SHRINK;
+
+fn not_a_map() -> io::Error {
+    let text = "not the map of a snapshot: if dsync was upgraded, restart the server";
+    io::Error::new(io::ErrorKind::InvalidData, text)
+}
+
 /// What another process needs to read the view: descriptors to pass over a socket.
 #[derive(Debug)]
 pub struct CowFiles {
@@ -106,8 +114,10 @@ impl CowStore {
     /// A store for a disk of `size` bytes that needs every block, and may save up to `limit` bytes in a file in `folder`.
     pub fn create(folder: &Path, size: u64, block_size: u32, limit: u64) -> io::Result<CowStore> {
         let bytes = Layout::of(size, block_size).end as u64 * 8;
-        let map = File::from(rustix::fs::memfd_create("dsync-view", MemfdFlags::CLOEXEC)?);
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let map = File::from(rustix::fs::memfd_create("dsync-view", flags)?);
         map.set_len(bytes)?;
+        rustix::fs::fcntl_add_seals(&map, SEALS)?;
         let data = match rustix::fs::open(
             folder,
             OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC,
@@ -115,8 +125,8 @@ impl CowStore {
         ) {
             Ok(fd) => File::from(fd),
             Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR) => {
-                let path = folder.join(format!("view-{}", std::process::id()));
-                let file = File::options().read(true).write(true).create(true).truncate(true).open(&path)?;
+                let path = folder.join(format!("view-{}", uuid::Uuid::new_v4()));
+                let file = File::options().read(true).write(true).create_new(true).open(&path)?;
                 std::fs::remove_file(&path)?;
                 file
             }
@@ -132,18 +142,16 @@ impl CowStore {
     /// Opens the store of another process.
     pub fn from_parts(parts: CowFiles) -> io::Result<CowStore> {
         let map = File::from(parts.map);
+        if !rustix::fs::fcntl_get_seals(&map).is_ok_and(|seals| seals.contains(SEALS)) {
+            return Err(not_a_map());
+        }
         let len = map.metadata()?.len();
         let head = Mapping::new(&map, len & !7)?;
         Self::over(map, head, File::from(parts.data))
     }
 
     fn over(map: File, head: Mapping, data: File) -> io::Result<CowStore> {
-        let bad = || {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                "not the map of a snapshot: if dsync was upgraded, restart the server",
-            )
-        };
+        let bad = not_a_map;
         if head.len() < HEAD_WORDS || head[0].load(Relaxed) != MAGIC {
             return Err(bad());
         }

@@ -1,7 +1,7 @@
 //! What dsync must refuse: each with a message that names the thing, the place and the way out, with the right exit
 //! code, and with the destination left as it was.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dsync_tests::far::Far;
@@ -668,4 +668,72 @@ fn writes_are_noticed_where_times_are_whole_seconds() {
         sync(&["--adopt"]).ok();
         image::assert_equal(&source, &replica);
     }
+}
+
+/// A replica whose folder of state belongs to another user, and that folder.
+fn of_another_user(what: &str, size: u64) -> (Scene, PathBuf) {
+    let scene = Scene::synced(what, size);
+    let name = scene.replica.file_name().expect("a name").to_string_lossy();
+    let folder = scene.replica.with_file_name(format!(".{name}.dsync"));
+    let inside = std::fs::read_dir(&folder).expect("the state").map(|entry| entry.expect("an entry").path());
+    for file in inside.chain([folder.clone()]) {
+        std::os::unix::fs::chown(file, Some(65534), Some(65534)).expect("root may");
+    }
+    (scene, folder)
+}
+
+#[test]
+fn nothing_waits_for_a_pipe_among_the_readers_of_a_replica() {
+    if !need_root("a pipe in the state of a replica that belongs to another user") {
+        return;
+    }
+    let (mut scene, folder) = of_another_user("a pipe of another user", 8 * MIB);
+    let pipe = folder.join("view-x");
+    // Whoever sees that no reader is behind it may remove it.
+    let make = || {
+        let _ = std::fs::remove_file(&pipe);
+        Run::new("mkfifo").arg(&pipe).ok();
+    };
+    let limit = Duration::from_secs(60);
+    for command in [&["status"][..], &["status", "--check"], &["status", "--prometheus"]] {
+        make();
+        scene.site.dsync(command).limit(limit).output();
+        make();
+        scene.site.dsync(command).arg(&scene.replica).limit(limit).output();
+    }
+    make();
+    scene.change(20);
+    scene.sync(&[]).limit(limit).ok();
+    scene.equal();
+    // Nor is a link followed. It is in the way of no sync.
+    let _ = std::fs::remove_file(&pipe);
+    let victim = scene.site.path("victim");
+    std::fs::write(&victim, [0; 8192]).expect("a file");
+    std::os::unix::fs::symlink(&victim, &pipe).expect("a link");
+    scene.change(20);
+    scene.sync(&[]).ok();
+    scene.equal();
+    assert_eq!(std::fs::read(&victim).expect("a file"), [0; 8192]);
+}
+
+/// A store to a page of a file that was cut short ends the process.
+#[test]
+fn who_owns_the_state_of_a_replica_ends_no_process_by_cutting_it_short() {
+    if !need_root("state that belongs to another user, and is cut short") {
+        return;
+    }
+    let (mut scene, folder) = of_another_user("state cut short", 64 * MIB);
+    let note = folder.join("rest");
+    scene.fill();
+    let mut sync = scene.sync(&["--method", "copy", "--bwlimit", "24M"]).start();
+    let mut cut = 0;
+    while sync.ended().is_none() {
+        let opened = std::fs::File::options().write(true).open(&note);
+        cut += u32::from(opened.is_ok_and(|note| note.set_len(0).is_ok()));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(cut > 20, "cut {cut} times");
+    let output = sync.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    scene.equal();
 }
