@@ -3,19 +3,25 @@
 //! It is valid only for the state of the replica whose nonce it names; every commit changes that nonce. The file is
 //! invalidated before the first digest in it changes, and names a state again only once all digests are durable.
 //!
-//! Pages of 4096 bytes, each ending in its own checksum: first the head, then 255 digests a page.
+//! Pages of 4096 bytes, each ending in its own checksum: first the head, then 255 digests a page. A page whose blocks all read as zeroes is a
+//! hole, so that the file grows with what the disk holds and not with the size that a peer gives to it. The head says how many pages are
+//! none: one that was lost is noticed.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use device::{Dir, Folder as _};
+use rustix::fs::{OFlags, SeekFrom};
+use rustix::io::Errno;
 use twox_hash::XxHash3_128;
 use uuid::Uuid;
 
 use crate::{DIGEST, Hash, Scope};
 
-const MAGIC: &[u8; 8] = b"dsyndig1";
+const MAGIC: &[u8; 8] = b"dsyndig2";
 const PAGE: usize = 4096;
 /// Digests of a page.
 const PER_PAGE: u64 = (PAGE / DIGEST - 1) as u64;
@@ -31,8 +37,18 @@ pub struct DigestFile {
     size: u64,
     block_size: u32,
     hash: Hash,
-    /// The cached page: its number, its bytes, and whether it is dirty.
-    page: Option<(u64, Vec<u8>, bool)>,
+    page: Option<Page>,
+    /// Pages in the file that are no holes.
+    stored: u64,
+}
+
+/// The cached page.
+struct Page {
+    number: u64,
+    bytes: Vec<u8>,
+    dirty: bool,
+    /// A hole in the file.
+    hole: bool,
 }
 
 impl DigestFile {
@@ -40,8 +56,9 @@ impl DigestFile {
     ///
     /// # Errors
     /// If the file exists and is not a digest file.
-    pub fn open(path: &Path, nonce: Uuid) -> io::Result<Result<DigestFile, String>> {
-        let file = match OpenOptions::new().read(true).write(true).open(path) {
+    pub fn open(folder: &Dir, name: &str, nonce: Uuid) -> io::Result<Result<DigestFile, String>> {
+        let path = &folder.path().join(name);
+        let file = match folder.file(name, OFlags::RDWR, 0) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 return Ok(Err("no digests yet".into()));
@@ -54,31 +71,45 @@ impl DigestFile {
         if file.read_exact_at(&mut head, 0).is_err() {
             return no("are damaged");
         }
-        let mut file = match DigestFile::of_head(file, path, &head) {
+        if head[..MAGIC.len()] != *MAGIC {
+            return no("were kept by another version of dsync");
+        }
+        let file = match DigestFile::of_head(file, path, &head) {
             Some((file, found)) if found == nonce => file,
             Some(_) => return no("belong to another state of the replica"),
             None => return no("are damaged"),
         };
-        for page in 0..file.blocks().div_ceil(PER_PAGE) {
-            if file.load(page).is_err() {
-                return no("are damaged");
-            }
+        let mut stored = 0;
+        let whole = file.each(0..file.pages(), |number, bytes| {
+            stored += 1;
+            file.verify(number, bytes)
+        });
+        if whole.is_err() || stored != file.stored {
+            return no("are damaged");
         }
         Ok(Ok(file))
     }
 
-    /// Creates a file for a disk. It names no state yet.
+    /// Creates a file for a disk, with the digests of zeroes. It names no state yet.
     ///
     /// # Errors
     /// If the file exists and is not a digest file, or cannot be written.
-    pub fn create(path: &Path, size: u64, block_size: u32, hash: Hash) -> io::Result<DigestFile> {
-        let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path)?;
+    pub fn create(
+        folder: &Dir,
+        name: &str,
+        size: u64,
+        block_size: u32,
+        hash: Hash,
+    ) -> io::Result<DigestFile> {
+        let path = &folder.path().join(name);
+        let file = folder.file(name, OFlags::RDWR | OFlags::CREATE, 0o666)?;
         if file.metadata()?.len() > 0 {
             own(path, &file)?;
         }
         file.set_len(0)?;
         let id = Uuid::new_v4();
-        let mut file = DigestFile { file, path: path.to_path_buf(), id, size, block_size, hash, page: None };
+        let path = path.clone();
+        let mut file = DigestFile { file, path, id, size, block_size, hash, page: None, stored: 0 };
         file.name(Uuid::nil())?;
         Ok(file)
     }
@@ -102,6 +133,10 @@ impl DigestFile {
         self.size.div_ceil(u64::from(self.block_size))
     }
 
+    fn pages(&self) -> u64 {
+        self.blocks().div_ceil(PER_PAGE)
+    }
+
     /// Invalidates the file, durably. Digests may change from then on.
     pub fn forget(&mut self) -> io::Result<()> {
         self.name(Uuid::nil())
@@ -118,14 +153,14 @@ impl DigestFile {
     ///
     /// # Errors
     /// `InvalidData` for a page that is damaged.
-    pub fn get(&mut self, blocks: std::ops::Range<u64>) -> io::Result<Vec<u8>> {
+    pub fn get(&mut self, blocks: Range<u64>) -> io::Result<Vec<u8>> {
         let mut digests = Vec::with_capacity((blocks.end - blocks.start) as usize * DIGEST);
         let mut at = blocks.start;
         while at < blocks.end {
             let end = ((at / PER_PAGE + 1) * PER_PAGE).min(blocks.end);
             let from = (at % PER_PAGE) as usize * DIGEST;
             let len = (end - at) as usize * DIGEST;
-            digests.extend_from_slice(&self.load(at / PER_PAGE)?[from..from + len]);
+            digests.extend_from_slice(&self.load(at / PER_PAGE)?.bytes[from..from + len]);
             at = end;
         }
         Ok(digests)
@@ -134,7 +169,7 @@ impl DigestFile {
     /// Stores the digests of the blocks from `first` on.
     ///
     /// # Errors
-    /// `InvalidInput` for blocks beyond the end of the disk.
+    /// `InvalidInput` for blocks beyond the end of the disk, `InvalidData` for a page that is damaged.
     pub fn put(&mut self, first: u64, digests: &[u8]) -> io::Result<()> {
         let end = first + (digests.len() / DIGEST) as u64;
         if end > self.blocks() || digests.len() % DIGEST != 0 {
@@ -148,16 +183,10 @@ impl DigestFile {
             let part = ((at / PER_PAGE + 1) * PER_PAGE).min(end);
             let (now, later) = rest.split_at((part - at) as usize * DIGEST);
             rest = later;
-            let page = at / PER_PAGE;
-            // A page that was never written is empty.
-            if self.page.as_ref().is_none_or(|p| p.0 != page) && self.load(page).is_err() {
-                self.page = Some((page, vec![0; PAGE], true));
-            }
-            if let Some((_, bytes, dirty)) = &mut self.page {
-                let from = (at % PER_PAGE) as usize * DIGEST;
-                bytes[from..from + now.len()].copy_from_slice(now);
-                *dirty = true;
-            }
+            let page = self.load(at / PER_PAGE)?;
+            let from = (at % PER_PAGE) as usize * DIGEST;
+            page.bytes[from..from + now.len()].copy_from_slice(now);
+            page.dirty = true;
             at = part;
         }
         Ok(())
@@ -179,45 +208,107 @@ impl DigestFile {
                 data.chunks(block as usize).flat_map(|block| self.hash.digest(block)).collect();
             return self.put(offset / block, &digests);
         }
-        let zero = self.hash.digest(&vec![0; block as usize]);
-        let many = zero.repeat(PER_PAGE as usize);
-        let whole = end / block;
-        let mut at = offset / block;
-        while at < whole {
-            let count = (whole - at).min(PER_PAGE);
-            self.put(at, &many[..count as usize * DIGEST])?;
-            at += count;
+        let (first, last) = (offset / block, end.div_ceil(block));
+        let whole = first.div_ceil(PER_PAGE)..if end == self.size { self.pages() } else { last / PER_PAGE };
+        if whole.is_empty() {
+            return self.put(first, &self.zeroes(first..last));
         }
-        if end % block > 0 {
-            self.put(whole, &self.hash.digest(&vec![0; (end % block) as usize]))?;
+        self.clear(whole.clone())?;
+        let (before, behind) = (whole.start * PER_PAGE, (whole.end * PER_PAGE).min(last));
+        self.put(first, &self.zeroes(first..before))?;
+        self.put(behind, &self.zeroes(behind..last))
+    }
+
+    /// The digests of these blocks if they are zeroes.
+    fn zeroes(&self, blocks: Range<u64>) -> Vec<u8> {
+        let block = u64::from(self.block_size);
+        let digest = |len: u64| self.hash.digest(&vec![0; len as usize]);
+        let mut digests = digest(block).repeat((blocks.end - blocks.start) as usize);
+        if blocks.end * block > self.size && !blocks.is_empty() {
+            let short = digests.len() - DIGEST;
+            digests[short..].copy_from_slice(&digest(self.size % block));
+        }
+        digests
+    }
+
+    /// Makes holes of these pages.
+    fn clear(&mut self, pages: Range<u64>) -> io::Result<()> {
+        self.page.take_if(|page| pages.contains(&page.number));
+        let mut cleared = 0;
+        self.each(pages, |number, _| {
+            cleared += 1;
+            self.file.write_all_at(&[0; PAGE], place(number))
+        })?;
+        self.stored -= cleared;
+        Ok(())
+    }
+
+    /// Passes over those of these pages in the file that are no holes.
+    fn each(&self, pages: Range<u64>, mut seen: impl FnMut(u64, &[u8]) -> io::Result<()>) -> io::Result<()> {
+        let (mut at, mut bytes) = (pages.start, vec![0; PAGE]);
+        while at < pages.end {
+            at = match rustix::fs::seek(&self.file, SeekFrom::Data(place(at))) {
+                Ok(data) => data / PAGE as u64 - 1,
+                Err(Errno::NXIO) => break,
+                Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
+                Err(e) => return Err(e.into()),
+            };
+            if at < pages.end && self.read(at, &mut bytes)? {
+                seen(at, &bytes)?;
+            }
+            at += 1;
         }
         Ok(())
     }
 
-    /// The page of that number, verified.
-    fn load(&mut self, number: u64) -> io::Result<&[u8]> {
-        if self.page.as_ref().is_none_or(|p| p.0 != number) {
-            self.save()?;
-            let mut bytes = vec![0; PAGE];
-            self.file.read_exact_at(&mut bytes, (number + 1) * PAGE as u64)?;
-            if self.checksum(number, &bytes) != bytes[HASHED..] {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    format!("the digests in {} are damaged: remove the file", self.path.display()),
-                ));
-            }
-            self.page = Some((number, bytes, false));
+    /// Reads a page from the file. False for a hole.
+    fn read(&self, number: u64, page: &mut [u8]) -> io::Result<bool> {
+        page.fill(0);
+        match self.file.read_exact_at(page, place(number)) {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {}
+            read => read?,
         }
-        Ok(self.page.as_ref().map_or(&[], |p| &p.1))
+        Ok(page.iter().any(|byte| *byte != 0))
+    }
+
+    fn verify(&self, number: u64, page: &[u8]) -> io::Result<()> {
+        if self.checksum(number, page) == page[HASHED..] {
+            return Ok(());
+        }
+        let text = format!("the digests in {} are damaged: remove the file", self.path.display());
+        Err(io::Error::new(io::ErrorKind::InvalidData, text))
+    }
+
+    /// The page of that number, verified.
+    fn load(&mut self, number: u64) -> io::Result<&mut Page> {
+        if self.page.as_ref().is_some_and(|page| page.number != number) {
+            self.save()?;
+        }
+        let page = match self.page.take() {
+            Some(page) => page,
+            None => {
+                let mut bytes = vec![0; PAGE];
+                let hole = !self.read(number, &mut bytes)?;
+                if hole {
+                    let first = number * PER_PAGE;
+                    let zeroes = self.zeroes(first..(first + PER_PAGE).min(self.blocks()));
+                    bytes[..zeroes.len()].copy_from_slice(&zeroes);
+                } else {
+                    self.verify(number, &bytes)?;
+                }
+                Page { number, bytes, dirty: false, hole }
+            }
+        };
+        Ok(self.page.insert(page))
     }
 
     /// Writes the cached page.
     fn save(&mut self) -> io::Result<()> {
-        if let Some((number, mut bytes, true)) = self.page.take() {
-            let sum = self.checksum(number, &bytes);
-            bytes[HASHED..].copy_from_slice(&sum);
-            self.file.write_all_at(&bytes, (number + 1) * PAGE as u64)?;
-        }
+        let Some(Page { number, mut bytes, dirty: true, hole }) = self.page.take() else { return Ok(()) };
+        let sum = self.checksum(number, &bytes);
+        bytes[HASHED..].copy_from_slice(&sum);
+        self.file.write_all_at(&bytes, place(number))?;
+        self.stored += u64::from(hole);
         Ok(())
     }
 
@@ -241,6 +332,7 @@ impl DigestFile {
             Hash::Blake3 => 1,
             Hash::Xxh3 => 2,
         });
+        head.extend(self.stored.to_le_bytes());
         head.resize(HASHED, 0);
         let sum = XxHash3_128::oneshot(&head);
         head.extend(sum.to_le_bytes());
@@ -260,20 +352,26 @@ impl DigestFile {
             2 => Hash::Xxh3,
             _ => return None,
         };
+        let stored = u64::from_le_bytes(head[53..61].try_into().ok()?);
         // The bounds of a scope apply here too.
         Scope::whole(size, block_size).check().ok()?;
         let (nonce, id) = (Uuid::from_bytes(field(8)?), Uuid::from_bytes(field(24)?));
         // An invalidated file.
         let nonce = if nonce.is_nil() { Uuid::max() } else { nonce };
-        Some((DigestFile { file, path: path.to_path_buf(), id, size, block_size, hash, page: None }, nonce))
+        let path = path.to_path_buf();
+        Some((DigestFile { file, path, id, size, block_size, hash, page: None, stored }, nonce))
     }
 }
 
-/// Refuses a file that is not a digest file, so that it is not overwritten.
+/// Where a page is in the file.
+fn place(number: u64) -> u64 {
+    (number + 1) * PAGE as u64
+}
+
+/// Refuses a file that is not a digest file of any version, so that it is not overwritten.
 fn own(path: &Path, file: &File) -> io::Result<()> {
-    let mut magic = [0; 8];
-    let ours = file.metadata()?.is_file() && file.read_exact_at(&mut magic, 0).is_ok() && magic == *MAGIC;
-    if ours {
+    let mut magic = [0; MAGIC.len() - 1];
+    if file.read_exact_at(&mut magic, 0).is_ok() && MAGIC.starts_with(&magic) {
         return Ok(());
     }
     Err(io::Error::new(
@@ -287,24 +385,25 @@ mod tests {
     use super::*;
 
     const BLOCK: u64 = 4096;
+    const NAME: &str = "digests";
 
     #[test]
     fn digests_are_kept_for_one_state_and_no_other() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("digests");
+        let temp = tempfile::tempdir().unwrap();
+        let folder = Dir::open(temp.path()).unwrap();
         let size = 1000 * BLOCK + 77;
         let (one, two) = (Uuid::from_u128(1), Uuid::from_u128(2));
-        assert!(DigestFile::open(&path, one).unwrap().is_err());
+        assert!(DigestFile::open(&folder, NAME, one).unwrap().is_err());
         let digest = |n: u64| Hash::Blake3.digest(&n.to_le_bytes());
-        let mut file = DigestFile::create(&path, size, 4096, Hash::Blake3).unwrap();
+        let mut file = DigestFile::create(&folder, NAME, size, 4096, Hash::Blake3).unwrap();
         for n in 0..1001 {
             file.put(n, &digest(n)).unwrap();
         }
         assert!(file.put(1001, &digest(0)).is_err());
         file.seal(one).unwrap();
-        let why = DigestFile::open(&path, two).unwrap().err().unwrap();
+        let why = DigestFile::open(&folder, NAME, two).unwrap().err().unwrap();
         assert!(why.contains("another state"), "{why}");
-        let mut file = DigestFile::open(&path, one).unwrap().ok().unwrap();
+        let mut file = DigestFile::open(&folder, NAME, one).unwrap().ok().unwrap();
         assert!(file.serves(&Scope::whole(size, 4096)) && !file.serves(&Scope::whole(size + 1, 4096)));
         assert!(!file.serves(&Scope { hash: Hash::Xxh3, ..Scope::whole(size, 4096) }));
         let all: Vec<u8> = (0..1001).flat_map(digest).collect();
@@ -312,14 +411,14 @@ mod tests {
         assert!(file.get(250..260).unwrap() == all[250 * DIGEST..260 * DIGEST]);
         // Changes in some places, and zeroes up to the short block at the end.
         file.forget().unwrap();
-        assert!(DigestFile::open(&path, one).unwrap().is_err(), "it was forgotten");
+        assert!(DigestFile::open(&folder, NAME, one).unwrap().is_err(), "it was forgotten");
         file.wrote(300 * BLOCK, 2 * BLOCK, Some(&[7; 8192])).unwrap();
         file.wrote(500 * BLOCK, 500 * BLOCK + 77, None).unwrap();
         assert!(file.wrote(1, BLOCK, None).is_err() && file.wrote(0, 5, None).is_err());
         assert!(file.wrote(u64::MAX - 4095, BLOCK, None).is_err());
         file.seal(two).unwrap();
-        let mut file = DigestFile::open(&path, two).unwrap().ok().unwrap();
-        assert!(DigestFile::open(&path, one).unwrap().is_err());
+        let mut file = DigestFile::open(&folder, NAME, two).unwrap().ok().unwrap();
+        assert!(DigestFile::open(&folder, NAME, one).unwrap().is_err());
         let mut expected = all;
         let block = |b: &[u8]| Hash::Blake3.digest(b);
         expected[300 * DIGEST..302 * DIGEST].copy_from_slice(&block(&[7; 4096]).repeat(2));
@@ -328,39 +427,70 @@ mod tests {
         assert!(file.get(0..1001).unwrap() == expected);
         // No state is not a state.
         drop(file);
-        let mut file = DigestFile::open(&path, two).unwrap().ok().unwrap();
+        let mut file = DigestFile::open(&folder, NAME, two).unwrap().ok().unwrap();
         file.forget().unwrap();
-        assert!(DigestFile::open(&path, Uuid::nil()).unwrap().is_err());
+        assert!(DigestFile::open(&folder, NAME, Uuid::nil()).unwrap().is_err());
+    }
+
+    #[test]
+    fn what_reads_as_zeroes_takes_no_room() {
+        use std::os::unix::fs::MetadataExt;
+        let temp = tempfile::tempdir().unwrap();
+        let folder = Dir::open(temp.path()).unwrap();
+        let (size, nonce) = ((16 << 40) + 100, Uuid::from_u128(1));
+        let mut file = DigestFile::create(&folder, NAME, size, 512, Hash::Xxh3).unwrap();
+        file.wrote(8 << 40, 512 << 10, Some(&[7; 512 << 10])).unwrap();
+        file.wrote(0, size, None).unwrap();
+        file.wrote(8 << 40, 512, Some(&[9; 512])).unwrap();
+        file.wrote(0, 8 << 40, None).unwrap();
+        file.wrote((8 << 40) + 512, (8 << 40) - 412, None).unwrap();
+        file.seal(nonce).unwrap();
+        let mut file = DigestFile::open(&folder, NAME, nonce).unwrap().ok().unwrap();
+        let digest = |block: &[u8]| Hash::Xxh3.digest(block);
+        let (zero, middle, last) = (digest(&[0; 512]), 16 << 30, 32 << 30);
+        assert_eq!(file.get(0..1).unwrap(), zero);
+        let around = [zero, digest(&[9; 512]), zero].concat();
+        assert_eq!(file.get(middle - 1..middle + 2).unwrap(), around);
+        assert_eq!(file.get(last - 1..last + 1).unwrap(), [zero, digest(&[0; 100])].concat());
+        let taken = std::fs::metadata(temp.path().join(NAME)).unwrap().blocks() * 512;
+        assert!(taken < 1 << 20, "{taken} bytes");
     }
 
     #[test]
     fn damage_is_noticed_and_foreign_files_are_left_alone() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("digests");
+        let temp = tempfile::tempdir().unwrap();
+        let (path, folder) = (temp.path().join(NAME), Dir::open(temp.path()).unwrap());
         let nonce = Uuid::from_u128(1);
-        let mut file = DigestFile::create(&path, 600 * BLOCK, 4096, Hash::Xxh3).unwrap();
-        file.wrote(0, 600 * BLOCK, None).unwrap();
+        let mut file = DigestFile::create(&folder, NAME, 600 * BLOCK, 4096, Hash::Xxh3).unwrap();
+        file.wrote(0, 600 * BLOCK, Some(&[5; 600 * BLOCK as usize])).unwrap();
         file.seal(nonce).unwrap();
         let good = std::fs::read(&path).unwrap();
+        // A page that was lost.
+        for page in 1..4 {
+            let mut bad = good.clone();
+            bad[page * PAGE..(page + 1) * PAGE].fill(0);
+            std::fs::write(&path, bad).unwrap();
+            assert!(DigestFile::open(&folder, NAME, nonce).unwrap().is_err(), "page {page}");
+        }
         for at in [9, 30, 45, 4000, 4090, 5000, 8191, 9000, good.len() - 1] {
             let mut bad = good.clone();
             bad[at] ^= 4;
             std::fs::write(&path, bad).unwrap();
-            assert!(DigestFile::open(&path, nonce).unwrap().is_err(), "byte {at}");
+            assert!(DigestFile::open(&folder, NAME, nonce).unwrap().is_err(), "byte {at}");
         }
         for len in [4096, 5000, good.len() - 1] {
             std::fs::write(&path, &good[..len]).unwrap();
-            assert!(DigestFile::open(&path, nonce).unwrap().is_err(), "{len} bytes");
+            assert!(DigestFile::open(&folder, NAME, nonce).unwrap().is_err(), "{len} bytes");
         }
         // A page in the place of another, and a page of another file.
         let mut swapped = good.clone();
         swapped.copy_within(4096..8192, 8192);
         std::fs::write(&path, swapped).unwrap();
-        assert!(DigestFile::open(&path, nonce).unwrap().is_err());
+        assert!(DigestFile::open(&folder, NAME, nonce).unwrap().is_err());
         for foreign in [&b"a letter to a friend"[..], b"x", &[0; 10_000]] {
             std::fs::write(&path, foreign).unwrap();
-            assert!(DigestFile::open(&path, nonce).is_err());
-            assert!(DigestFile::create(&path, 4096, 4096, Hash::Xxh3).is_err());
+            assert!(DigestFile::open(&folder, NAME, nonce).is_err());
+            assert!(DigestFile::create(&folder, NAME, 4096, 4096, Hash::Xxh3).is_err());
             assert!(std::fs::read(&path).unwrap() == foreign);
         }
     }

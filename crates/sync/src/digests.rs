@@ -1,12 +1,12 @@
 //! The replica's digests, kept from one sync to the next so that it need not be read to be compared.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use compare::{DIGEST, DigestFile, DigestReport, Hash, Scope};
 use delta::{Frame, Header, Method, Record};
-use device::Disk;
+use device::{Dir, Disk};
 use replica::{Replica, Status};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -25,9 +25,19 @@ pub(crate) struct Digests {
 /// The name in the replica's folder.
 const NAME: &str = "digests";
 
+/// The folder and the name of the file at a path.
+fn of_path(path: &Path) -> io::Result<(PathBuf, String)> {
+    let path = std::path::absolute(path)?;
+    match (path.parent(), path.file_name().and_then(|name| name.to_str())) {
+        (Some(folder), Some(name)) => Ok((folder.to_path_buf(), name.to_owned())),
+        _ => Err(io::ErrorKind::InvalidInput.into()),
+    }
+}
+
 /// The digests of one sync. Failures are reported, and only cost reading the replica the next time.
 pub(crate) struct ReplicaDigests {
-    path: PathBuf,
+    folder: Dir,
+    name: String,
     hash: Hash,
     /// `None` once they are useless.
     file: Mutex<Option<DigestFile>>,
@@ -39,19 +49,20 @@ pub(crate) struct ReplicaDigests {
 impl ReplicaDigests {
     /// Opens the digests of a replica's present state.
     pub(crate) fn open(asked: &Digests, replica: &Replica) -> Result<ReplicaDigests, SyncError> {
-        let path = match &asked.file {
-            Some(path) => {
-                std::path::absolute(path).map_err(SyncError::io(format!("find {}", path.display())))?
-            }
-            None => replica.folder().join(NAME),
+        let found = match &asked.file {
+            Some(path) => of_path(path).map_err(SyncError::io(format!("find {}", path.display())))?,
+            None => (replica.folder().to_path_buf(), NAME.to_owned()),
         };
-        let opened = DigestFile::open(&path, replica.status().nonce);
+        let (folder, name) = (Dir::existing(&found.0), found.1);
+        let folder = folder.map_err(SyncError::io("open the folder of the digest file"))?;
+        let opened = DigestFile::open(&folder, &name, replica.status().nonce);
         let opened = opened.map_err(SyncError::io("open the digest file"))?;
         let (file, told) = match opened {
             Ok(file) => (Some(file), String::new()),
             Err(why) => (None, why),
         };
-        Ok(ReplicaDigests { path, hash: asked.hash, good: file.is_some(), file: Mutex::new(file), told })
+        let (hash, good) = (asked.hash, file.is_some());
+        Ok(ReplicaDigests { folder, name, hash, good, file: Mutex::new(file), told })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<DigestFile>> {
@@ -83,17 +94,26 @@ impl ReplicaDigests {
                 true => "the digests have another hash or block size".into(),
                 false => self.told.clone(),
             };
-            let all = scope.is_some() || header.method == Method::Copy;
+            let (size, block) = (header.size_after, header.block_size);
+            // What is not named is zero.
+            let all = match scope {
+                Some(scope) => {
+                    *scope
+                        == Scope {
+                            rate: scope.rate,
+                            keep_going: scope.keep_going,
+                            hash: self.hash,
+                            ..Scope::whole(size, block)
+                        }
+                }
+                None => header.method == Method::Copy,
+            };
             if !all || !alone {
                 // The next compare creates them.
                 *slot = None;
                 return Ok((false, format!("not kept: {why}")));
             }
-            let mut file = DigestFile::create(&self.path, header.size_after, header.block_size, self.hash)?;
-            if scope.is_none() {
-                // What a copy does not name is zero.
-                file.wrote(0, header.size_after, None)?;
-            }
+            let file = DigestFile::create(&self.folder, &self.name, size, block, self.hash)?;
             *slot = Some(file);
             Ok((false, format!("created: {why}")))
         })();

@@ -487,6 +487,35 @@ fn a_plan_for_more_threads_than_any_machine_has_is_carried_out_with_fewer() {
     assert!((2..1000).contains(&most), "{most} threads");
 }
 
+/// A peer that says that its disk is large has not sent anything yet.
+#[test]
+fn digests_take_room_for_what_was_sent_and_not_for_what_was_said() {
+    use std::os::unix::fs::MetadataExt;
+    let (place, size) = (Place::new(), 16 << 30);
+    let replica = place.path("copy");
+    let digests = Some(crate::digests::Digests { file: None, hash: compare::Hash::Xxh3 });
+    let open = Open { digests, ..Open::new(&replica, &None, Commit::Journal) };
+    let epoch = Epoch { number: 1, id: Uuid::from_u128(1) };
+    let header = Header::new(Uuid::from_u128(2), Method::Copy, vec![epoch], (0, size), 512);
+    let says = || {
+        let (mut encoder, first) = Encoder::new(&header, None).unwrap();
+        let records = vec![Record::Data { offset: 8 << 30, len: 512 }];
+        let data = Frame { records, data: Buf::from(&[7; 512][..]) };
+        let plan = Plan { delta: true, ..Plan::default() };
+        let plan = Message { kind: PLAN, head: serde_json::to_vec(&plan).unwrap(), ..Message::default() };
+        let data = of_unit(encoder.frame(data).unwrap());
+        vec![plan, of_unit(first), data, of_unit(encoder.trailer())]
+    };
+    let file = place.path(".copy.dsync/digests");
+    // It goes away in the middle, and comes back.
+    let gone = accuse(&place, &open, says().into_iter().take(2).collect()).unwrap_err().to_string();
+    assert!(gone.contains("ended the transfer early"), "{gone}");
+    let taken = || std::fs::metadata(&file).unwrap().blocks() * 512;
+    assert!(taken() < MIB, "{} bytes", taken());
+    accuse(&place, &open, says()).unwrap();
+    assert!(taken() < MIB, "{} bytes", taken());
+}
+
 /// The nonce of a replica's state.
 fn lineage_nonce(replica: &std::path::Path) -> Uuid {
     let options = replica::Options::default();

@@ -683,6 +683,32 @@ fn of_another_user(what: &str, size: u64) -> (Scene, PathBuf) {
 }
 
 #[test]
+fn kept_digests_are_written_to_no_file_elsewhere() {
+    if !need_root("a link in the state of a replica that belongs to another user") {
+        return;
+    }
+    let (scene, folder) = of_another_user("digests of another user", 8 * MIB);
+    let (victim, digests) = (scene.site.path("victim"), folder.join("digests"));
+    let sync = || scene.sync(&["--method", "compare", "--digests"]);
+    std::os::unix::fs::symlink(&victim, &digests).expect("a link");
+    sync().code(1).says(&["digests is a symbolic link, and not made by dsync: remove it"]);
+    assert!(!victim.exists(), "made through a link");
+    std::fs::remove_file(&digests).expect("the link");
+    sync().ok();
+    use std::os::unix::fs::MetadataExt;
+    assert_eq!(std::fs::metadata(&digests).expect("the digests").uid(), 65534, "its owner goes on with them");
+    // Where a file is named, its folder may be open to all.
+    let open = scene.site.path("open");
+    std::fs::create_dir(&open).expect("a folder");
+    std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o1777)).expect("a mode");
+    let named = open.join("digests");
+    std::fs::copy(&digests, &named).expect("a copy");
+    std::os::unix::fs::chown(&named, Some(65534), None).expect("root may");
+    let sync = scene.sync(&["--method", "compare", &format!("--digests={}", named.display())]);
+    sync.code(1).says(&["digests is a file of another user"]);
+}
+
+#[test]
 fn nothing_waits_for_a_pipe_among_the_readers_of_a_replica() {
     if !need_root("a pipe in the state of a replica that belongs to another user") {
         return;
