@@ -1227,6 +1227,9 @@ pub(crate) struct ListenArgs {
     /// Give up on a peer after this long without a reply; the shorter timeout of both sides applies [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_timeout)]
     pub timeout: Option<Duration>,
+    /// Also allow names below the given directories that begin with a dot, which may be a user's keys and settings
+    #[arg(long)]
+    pub hidden_files: bool,
     #[command(flatten)]
     pub metrics: MetricsArg,
     /// If this fails, run a command: DSYNC_JOB, DSYNC_EXIT_CODE and DSYNC_MESSAGE are in its environment
@@ -1237,11 +1240,12 @@ pub(crate) struct ListenArgs {
 impl ListenArgs {
     /// Refuses them where the peer is at standard input and output.
     pub(crate) fn check_unused(&self) -> Result<(), Failure> {
-        match self.from.is_empty() && self.timeout.is_none() && self.metrics.metrics.is_none() {
+        let unused = self.from.is_empty() && self.timeout.is_none() && self.metrics.metrics.is_none();
+        match unused && !self.hidden_files {
             true => Ok(()),
-            false => {
-                Err(Failure::usage("--from, --timeout and --metrics apply to peers over TLS: pass --listen"))
-            }
+            false => Err(Failure::usage(
+                "--from, --timeout, --hidden-files and --metrics apply to peers over TLS: pass --listen",
+            )),
         }
     }
 }

@@ -26,7 +26,7 @@ pub(crate) fn receive(args: &Receive, state: &StateDir, output: &Output) -> Resu
     if args.into.is_empty() {
         return Err(Failure::usage("--listen needs --into PATH: a folder for the replicas of peers").into());
     }
-    let allowed = AllowedPaths::replicas(&args.into)?;
+    let allowed = AllowedPaths::replicas(&args.into)?.with_hidden(args.listen.hidden_files);
     let here = state.clone();
     listen(&args.listen, state, output, move |link, _| sync::receive_within(link, &here, &allowed))
 }
@@ -40,7 +40,7 @@ pub(crate) fn send(args: &Send, state: &StateDir, output: &Output) -> Result<()>
     if args.offer.is_empty() {
         return Err(Failure::usage("--listen needs --offer PATH: a source that peers may read").into());
     }
-    let allowed = AllowedPaths::sources(&args.offer)?;
+    let allowed = AllowedPaths::sources(&args.offer)?.with_hidden(args.listen.hidden_files);
     let here = state.clone();
     listen(&args.listen, state, output, move |link, peer| sync::send(link, &here, &allowed, Some(&peer.name)))
 }

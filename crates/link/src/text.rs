@@ -5,7 +5,10 @@ use std::borrow::Cow;
 /// A text as one line that cannot affect a terminal or a log: control characters, including line ends, and those that change
 /// the direction of writing are escaped, as in Rust.
 pub fn printable(text: &str) -> Cow<'_, str> {
-    let harmful = |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let harmful = |c: char| {
+        let turns = |c| matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        c.is_control() || turns(c)
+    };
     if !text.contains(harmful) {
         return Cow::Borrowed(text);
     }
@@ -33,8 +36,8 @@ mod tests {
     fn nothing_that_a_terminal_obeys_is_left() {
         assert_eq!(printable("größer … \u{1f600}"), "größer … \u{1f600}");
         assert_eq!(
-            printable("a\u{1b}]0;x\u{7}b\r\nc\u{9b}2J\u{202e}d"),
-            "a\\u{1b}]0;x\\u{7}b\\r\\nc\\u{9b}2J\\u{202e}d"
+            printable("a\u{1b}]0;x\u{7}b\r\nc\u{9b}2J\u{202e}\u{200f}d"),
+            "a\\u{1b}]0;x\\u{7}b\\r\\nc\\u{9b}2J\\u{202e}\\u{200f}d"
         );
         assert_eq!(printable_lines("one\r\ntwo\u{1b}[2J\n\nend"), "one\ntwo\\u{1b}[2J\n\nend");
         let all: String = (0..0x2100).filter_map(char::from_u32).collect();

@@ -17,6 +17,8 @@ pub enum AllowedPaths {
         named: Vec<(PathBuf, PathBuf)>,
         /// The option that names all of them.
         option: &'static str,
+        /// Names with a leading dot too.
+        hidden: bool,
     },
 }
 
@@ -58,7 +60,15 @@ impl AllowedPaths {
                 )));
             }
         }
-        Ok(AllowedPaths::Within { folders, named, option })
+        Ok(AllowedPaths::Within { folders, named, option, hidden: false })
+    }
+
+    /// The same, with names in the folders that begin with a dot if `hidden`: they may be a user's keys and settings.
+    pub fn with_hidden(mut self, hidden: bool) -> AllowedPaths {
+        if let AllowedPaths::Within { hidden: with, .. } = &mut self {
+            *with = hidden;
+        }
+        self
     }
 
     /// The absolute path of the requested replica or source.
@@ -66,7 +76,7 @@ impl AllowedPaths {
     /// A relative path starts at the user's home if everything is allowed, as with every copy over ssh; otherwise at the first
     /// folder. No symbolic link is followed between a folder and the file.
     pub(crate) fn find(&self, asked: &Path) -> Result<PathBuf, SyncError> {
-        let AllowedPaths::Within { folders, named, option } = self else {
+        let AllowedPaths::Within { folders, named, option, hidden } = self else {
             return std::path::absolute(asked).map_err(SyncError::io(format!("find {}", asked.display())));
         };
         let refused = |why: &str| {
@@ -96,6 +106,14 @@ impl AllowedPaths {
             let state = [".dsync", ".dsync-group"].iter().any(|end| name.ends_with(end));
             if (name.starts_with('.') && state) || name.ends_with(".partial") {
                 return refused("the name is reserved for dsync");
+            }
+            if name.starts_with('.') && !hidden {
+                return refused(
+                    "a name in it begins with a dot, and the listener was started without --hidden-files",
+                );
+            }
+            if link::printable(&name) != name {
+                return refused("it contains control characters or marks of the direction of writing");
             }
             path.push(part);
             match (std::fs::symlink_metadata(&path), parts.peek()) {
@@ -179,12 +197,24 @@ mod tests {
             ".vm.raw.dsync/journal",
             ".db.dsync-group/intent",
             "vm.raw.partial",
+            ".ssh",
+            ".hidden/x",
+            "a/.new",
+            "new\nvm.raw",
+            "new\u{1b}[2J",
+            "a/\u{202e}war.mv",
+            "a/\u{200f}new",
             "/etc/passwd",
             "/",
         ] {
             assert!(matches!(find(asked), Err(SyncError::Refused(_))), "{asked}: {:?}", find(asked));
         }
         assert!(matches!(find("none/x"), Err(SyncError::Away(_))));
+        let all = allowed.clone().with_hidden(true);
+        assert_eq!(all.find(Path::new(".hidden")).unwrap(), at("into/.hidden"));
+        for asked in [".vm.raw.dsync/journal", ".db.dsync-group/intent", ".new\n", "..", "../secret"] {
+            assert!(matches!(all.find(Path::new(asked)), Err(SyncError::Refused(_))), "{asked}");
+        }
         for asked in [
             inside(&at("secret")),
             inside(&at("into")),

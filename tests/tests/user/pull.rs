@@ -558,8 +558,19 @@ fn a_pull_over_tls_reads_what_is_offered_and_nothing_else() {
     sync(&served, &[]).code(4).says(&["does not accept this host's key", "dsync key trust"]);
     far.dsync(["key", "trust", "vault", &key(&pulling.near)]).ok();
     let secret = far.path("secret").display().to_string();
-    for path in ["/etc/passwd", &secret, "../secret", "link", "still.raw/x", ".still.raw.dsync/x", ".", "vm"]
-    {
+    std::fs::write(images.join(".netrc"), "precious").expect("a file");
+    let paths = [
+        "/etc/passwd",
+        &secret,
+        "../secret",
+        "link",
+        "still.raw/x",
+        ".still.raw.dsync/x",
+        ".netrc",
+        ".",
+        "vm",
+    ];
+    for path in paths {
         let refused = sync(&offering.source(path), &[]).output();
         assert!([1, 4].contains(&refused.status.code().expect("a code")), "{path}: {refused}");
         assert!(

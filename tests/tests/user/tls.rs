@@ -120,7 +120,7 @@ fn another_key_under_the_same_name_is_loud() {
 #[test]
 fn clients_reach_nothing_but_the_folder() {
     let scene = Scene::new("paths out of the folder", 16 << 20);
-    let far = Listening::for_near(&scene.site);
+    let mut far = Listening::for_near(&scene.site);
     let outside = far.site.path("outside");
     std::fs::create_dir(&outside).expect("a folder");
     let link = |to: &Path, name: &str| {
@@ -148,10 +148,20 @@ fn clients_reach_nothing_but_the_folder() {
     far.sync(&scene, &["--digests"]).ok();
     refused(".vm.raw.dsync/lineage", &[]);
     refused("vm.raw.partial", &[]);
+    std::fs::create_dir(far.folder().join(".ssh")).expect("a folder");
+    for path in [".ssh/authorized_keys", ".bashrc", "new\nline.raw", "new\u{1b}[2J.raw", "\u{202e}war.mv"] {
+        refused(path, &[]);
+    }
     image::assert_equal(&scene.image, &far.replica());
     // To read is to reach too.
     let verify = scene.site.dsync(["verify"]).arg(&scene.image).arg(far.destination("link/file"));
     verify.code(4).says(&["not allowed for remote clients"]);
+    // Unless its user says so.
+    far.kill();
+    far.start(&["--hidden-files"]);
+    far.sync_to(&scene, &far.destination(".hidden.raw"), &[]).ok();
+    image::assert_equal(&scene.image, &far.folder().join(".hidden.raw"));
+    far.sync_to(&scene, &far.destination(".hidden.raw\n"), &[]).code(4);
 }
 
 /// What ends in order is logged as that, whatever was to be done.
