@@ -32,6 +32,7 @@
 
 // Tests have lists of one range.
 #![cfg_attr(test, allow(clippy::single_range_in_vec_init))]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod answer;
 mod differences;

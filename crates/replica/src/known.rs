@@ -1,10 +1,11 @@
 //! The replicas that this host has, as far as that is written down: those on devices have their state in one folder, and the others
 //! are in a list, because their state is beside them. For looking only: nothing here takes a lock, and a sync may go on meanwhile.
 
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use device::{Dir, Folder};
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::destination::{Destination, FileDestination, Name};
@@ -195,9 +196,15 @@ fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
     }
 }
 
+/// Bytes of an entry that are read.
+const MOST: u64 = 1 << 20;
+
 /// An entry; `None` for what is none, such as one that was cut off while it was written.
 fn read(file: &Path) -> Option<Entry> {
-    serde_json::from_slice(&std::fs::read(file).ok()?).ok()
+    let (folder, name) = (Dir::existing(file.parent()?).ok()?, file.file_name()?.to_str()?);
+    let mut bytes = Vec::new();
+    folder.file(name, OFlags::RDONLY, 0).ok()?.take(MOST).read_to_end(&mut bytes).ok()?;
+    serde_json::from_slice(&bytes).ok()
 }
 
 impl KnownReplica {

@@ -18,6 +18,7 @@
 //! `examples/merge.rs` merges a delta.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 // A file imports only files of the groups above its own.
 mod aside;

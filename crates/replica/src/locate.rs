@@ -6,6 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
+use device::{Dir, Folder};
 use rustix::fs::FileType;
 
 use crate::error::{ReplicaError, Result, io_error};
@@ -110,9 +111,7 @@ pub(crate) fn name_after_disk(folder: PathBuf, canonical: &Path, options: &Optio
         return Ok(folder);
     }
     let moved = std::fs::rename(&folder, &by_id);
-    moved
-        .and_then(|()| std::fs::File::open(&options.devices)?.sync_all())
-        .map_err(io_error("rename", &folder))?;
+    moved.and_then(|()| Dir::existing(&options.devices)?.sync()).map_err(io_error("rename", &folder))?;
     Ok(by_id)
 }
 

@@ -14,6 +14,8 @@ use crate::intent::Intent;
 const NAME: &str = "past";
 /// After how many more it is looked which of them can still be reached.
 const LOOK_AFTER: usize = 64;
+/// The longest log, in bytes.
+const MOST: u64 = 256 << 20;
 
 /// The log, as far as it was read.
 #[derive(Debug, Default)]
@@ -32,7 +34,11 @@ impl PastCommits {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             opened => {
                 let file = opened?;
-                let mut bytes = vec![0; usize::try_from(file.len()?).map_err(io::Error::other)?];
+                let len = file.len()?;
+                if len > MOST {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, "it is too large"));
+                }
+                let mut bytes = vec![0; len as usize];
                 file.read_at(0, &mut bytes)?;
                 for line in bytes.split_inclusive(|byte| *byte == b'\n') {
                     let Ok(intent) = serde_json::from_slice(line) else { break };

@@ -69,6 +69,7 @@ impl Rehearsed<BufReader<File>> {
     ///
     /// # Errors
     /// Refused if it does not begin as such a delta.
+    #[allow(clippy::disallowed_methods, reason = "named by the user, wherever it is")]
     pub fn open(path: &Path) -> Result<Rehearsed<BufReader<File>>> {
         let mut partial = path.as_os_str().to_owned();
         partial.push(".partial");

@@ -209,7 +209,7 @@ fn receive<T: for<'a> Deserialize<'a>>(socket: &UnixStream) -> io::Result<Option
 
 /// The address of the socket, through a descriptor: the path of a deep folder may be too long for an address.
 fn address(folder: &Path) -> io::Result<(OwnedFd, std::path::PathBuf)> {
-    let fd: OwnedFd = std::fs::File::open(folder)?.into();
+    let fd: OwnedFd = device::Dir::existing(folder)?.held().try_clone()?.into();
     let path = format!("/proc/self/fd/{}/{NAME}", std::os::fd::AsRawFd::as_raw_fd(&fd));
     Ok((fd, path.into()))
 }

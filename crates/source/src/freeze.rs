@@ -205,6 +205,7 @@ fn flush_one((place, file): &(PathBuf, File)) -> Result<(), FreezeError> {
 }
 
 /// Opens a file system where it is mounted and nothing is mounted over it.
+#[allow(clippy::disallowed_methods, reason = "the root of a mounted file system")]
 fn open(mount: &Mount) -> Result<(PathBuf, File), FreezeError> {
     let mut covered = None;
     for place in &mount.places {
@@ -238,6 +239,7 @@ struct ExpeditedRcu(File);
 
 impl ExpeditedRcu {
     /// `None` if there is no such switch, it is on already, or another freeze has it.
+    #[allow(clippy::disallowed_methods, reason = "in sysfs")]
     fn ready() -> Option<ExpeditedRcu> {
         let switch = File::options().read(true).write(true).open("/sys/kernel/rcu_expedited").ok()?;
         rustix::fs::flock(&switch, FlockOperation::NonBlockingLockExclusive).ok()?;

@@ -25,6 +25,8 @@
 //!
 //! `examples/changes.rs` queries the history.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
 mod batch_ids;
 mod batches;
 mod bookmarks;

@@ -122,6 +122,7 @@ pub(crate) struct PathBacking {
 
 impl PathBacking {
     /// Its state is in `folder`.
+    #[allow(clippy::disallowed_methods, reason = "nothing can be done with it but to ask for its path")]
     pub(crate) fn new(identity: Identity, folder: &Path) -> PathBacking {
         let object = File::options().read(true).custom_flags(libc::O_PATH).open(&identity.path).ok();
         let boot = Boot::of(&[&identity.path, folder]);

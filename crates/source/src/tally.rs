@@ -1,15 +1,15 @@
 //! What was done for each replica of a source so far: counts, the last verification, the last failure, and the work that is
 //! under way. For people and monitors alone: nothing decides by it.
 //!
-//! One small file a replica, replaced as a whole and not flushed: a power cut may lose the latest of it, or all. So it does not
-//! go through [`Folder`](device::Folder), whose every call is a durable step.
+//! One small file a replica, replaced as a whole and not flushed: a power cut may lose the latest of it, or all. So it is a plain
+//! file, and not a [`StateFile`](device::StateFile), whose every call is a durable step.
 
-use std::fs::OpenOptions;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use device::Dir;
+use device::{Dir, Folder};
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::bookmarks::Bookmarks;
@@ -20,6 +20,8 @@ const PREFIX: &str = "tally-";
 const ABANDONED: Duration = Duration::from_secs(5);
 /// Bytes of a failure's message that are kept.
 const MESSAGE_MAX: usize = 1000;
+/// Bytes of a file that are read.
+const MOST: u64 = 1 << 20;
 
 /// What was done for a replica. Times are in seconds since 1970.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -141,6 +143,7 @@ impl Work {
 }
 
 /// When a process began, in ticks since the boot.
+#[allow(clippy::disallowed_methods, reason = "in procfs")]
 fn born(process: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     // The name of the program, in parentheses, may hold anything.
@@ -160,8 +163,8 @@ impl Tally {
 
     /// The tally of a replica; empty if there is none, or it cannot be read.
     pub fn read(folder: &Path, replica: &str) -> Tally {
-        let text = std::fs::read(file(folder, replica)).unwrap_or_default();
-        let tally: Tally = serde_json::from_slice(&text).unwrap_or_default();
+        let tally = Dir::existing(folder).ok().and_then(|folder| read(&folder, &name_of(replica)));
+        let tally: Tally = tally.unwrap_or_default();
         // Two names of one hash, which no one has seen yet.
         let is_it = tally.replica == replica;
         if is_it { tally } else { Tally { replica: replica.to_owned(), ..Tally::default() } }
@@ -169,13 +172,10 @@ impl Tally {
 
     /// The tallies in a source's folder, by the names of the replicas.
     pub fn all(folder: &Path) -> Vec<Tally> {
-        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-        let files = entries.map(|entry| entry.path()).filter(|path| {
-            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-            name.starts_with(PREFIX) && path.extension().is_none()
-        });
-        let read = |path: PathBuf| serde_json::from_slice(&std::fs::read(path).ok()?).ok();
-        let mut all: Vec<Tally> = files.filter_map(read).collect();
+        let Ok(folder) = Dir::existing(folder) else { return Vec::new() };
+        let names = folder.list().unwrap_or_default().into_iter();
+        let names = names.filter(|name| name.starts_with(PREFIX) && !name.contains('.'));
+        let mut all: Vec<Tally> = names.filter_map(|name| read(&folder, &name)).collect();
         all.sort_by(|a, b| a.replica.cmp(&b.replica));
         all
     }
@@ -207,29 +207,28 @@ impl Tally {
 
     /// Changes the tally of a replica. What cannot be written is left as it was.
     fn change(folder: &Path, replica: &str, change: impl FnOnce(&mut Tally)) {
-        let path = file(folder, replica);
-        let fresh = path.with_extension("new");
-        let create = || OpenOptions::new().write(true).create_new(true).open(&fresh);
+        let Ok(dir) = Dir::existing(folder) else { return };
+        let name = name_of(replica);
+        let fresh = format!("{name}.new");
+        let create = || dir.file(&fresh, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, 0o666);
         let abandoned = || {
-            let age = std::fs::metadata(&fresh).ok()?.modified().ok()?.elapsed().ok()?;
-            (age > ABANDONED).then(|| std::fs::remove_file(&fresh)).and_then(Result::ok)
+            let begun = UNIX_EPOCH + Duration::from_nanos(dir.modified(&fresh)?);
+            (begun.elapsed().ok()? > ABANDONED).then(|| dir.remove(&fresh)).and_then(Result::ok)
         };
         let Ok(mut out) = create().or_else(|error| abandoned().map_or(Err(error), |()| create())) else {
             return;
         };
         let mut tally = Tally::read(folder, replica);
         change(&mut tally);
-        let name = fresh.file_name().unwrap_or_default();
-        let _ = std::fs::File::open(folder).and_then(|folder| device::give(&out, &folder, name));
         let written = serde_json::to_vec(&tally).is_ok_and(|text| out.write_all(&text).is_ok());
-        if !(written && std::fs::rename(&fresh, &path).is_ok()) {
-            let _ = std::fs::remove_file(&fresh);
+        if !(written && dir.rename(&fresh, &name).is_ok()) {
+            let _ = dir.remove(&fresh);
         }
     }
 
     /// Removes the tally of a replica.
     pub(crate) fn forget(folder: &Path, replica: &str) {
-        let _ = std::fs::remove_file(file(folder, replica));
+        let _ = Dir::existing(folder).and_then(|folder| folder.remove(&name_of(replica)));
     }
 
     /// Counts a failure.
@@ -298,13 +297,24 @@ impl Counter {
     }
 }
 
-fn file(folder: &Path, replica: &str) -> PathBuf {
-    folder.join(format!("{PREFIX}{:016x}", twox_hash::XxHash3_64::oneshot(replica.as_bytes())))
+fn name_of(replica: &str) -> String {
+    format!("{PREFIX}{:016x}", twox_hash::XxHash3_64::oneshot(replica.as_bytes()))
+}
+
+/// A tally; `None` if there is none, or it cannot be read.
+fn read(folder: &Dir, name: &str) -> Option<Tally> {
+    let mut text = Vec::new();
+    folder.file(name, OFlags::RDONLY, 0).ok()?.take(MOST).read_to_end(&mut text).ok()?;
+    serde_json::from_slice(&text).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn file(folder: &Path, replica: &str) -> PathBuf {
+        folder.join(name_of(replica))
+    }
 
     #[test]
     fn a_tally_adds_up_and_is_forgotten() {

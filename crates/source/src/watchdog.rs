@@ -96,6 +96,7 @@ const SHELTER: &str = "dsync-thaw";
 
 /// Moves a process into its own control group, and exempts it from the OOM killer: what kills all of a service must not
 /// kill it. If that is not allowed it stays where it is. Returns the groups.
+#[allow(clippy::disallowed_methods, reason = "in procfs")]
 fn take_shelter(pid: Pid) -> Vec<PathBuf> {
     let pid = pid.as_raw_nonzero().get();
     let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "-1000");
@@ -108,6 +109,7 @@ fn take_shelter(pid: Pid) -> Vec<PathBuf> {
 /// Another watchdog may remove the group between its creation and our move.
 const TRIES: usize = 5;
 
+#[allow(clippy::disallowed_methods, reason = "in cgroupfs")]
 fn move_to(group: &Path, pid: i32) -> bool {
     (0..TRIES).any(|_| {
         let _ = std::fs::create_dir(group);

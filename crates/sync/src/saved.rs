@@ -61,6 +61,7 @@ fn has_all(handle: &Handle, since: &Epoch, file: &Path) -> Result<bool, SyncErro
 }
 
 /// The epoch to which a file leads, if it is a whole delta of this source from that epoch on.
+#[allow(clippy::disallowed_methods, reason = "named by the user, wherever it is")]
 pub(crate) fn whole_delta(file: &Path, source: Uuid, since: &Epoch) -> Result<Option<Epoch>, SyncError> {
     let input = File::open(file).map_err(SyncError::io(format!("open {}", file.display())))?;
     let mut reader = Reader::new(BufReader::with_capacity(1 << 20, input));
