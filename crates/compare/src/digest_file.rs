@@ -239,7 +239,8 @@ impl DigestFile {
             cleared += 1;
             self.file.write_all_at(&[0; PAGE], place(number))
         })?;
-        self.stored -= cleared;
+        // Its owner may have put pages into the file meanwhile: then their number does not fit, and the next opening sees that.
+        self.stored = self.stored.saturating_sub(cleared);
         Ok(())
     }
 

@@ -273,4 +273,27 @@ mod tests {
             assert_eq!(verdict(now.ctime_ns + 1), Verdict::Lost(SET_BACK.into()), "{life}");
         }
     }
+
+    /// After a power cut nothing of the new boot is an own write, however late the note of the last one may be.
+    #[test]
+    fn what_changed_since_the_reboot_is_no_own_write() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let changed = now.ctime_ns as u64;
+        let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
+        let stamp = ImageStamp {
+            clean: false,
+            lost: None,
+            identity: Identity { ctime_ns: 1, ..now.clone() },
+            boot: "an earlier one".into(),
+            epoch: 1,
+            larger: None,
+            written: None,
+            marked: None,
+            durable: 0,
+        };
+        let verdict = |began| stamp.verdict(&now, &Boot { id: "this one".into(), began }, last, false);
+        assert_eq!(verdict(changed + 1), Verdict::Trusted { power_lost: true });
+        assert!(matches!(verdict(changed), Verdict::Lost(why) if why.contains("after the power cut")));
+    }
 }
