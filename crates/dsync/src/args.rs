@@ -304,7 +304,8 @@ pub(crate) enum Command {
         dsync receive --listen 0.0.0.0 --into /srv/replicas\n  \
         dsync receive --listen 192.0.2.7:10873 --into /srv/replicas --into /dev/vg0/vm --from alpha\n\n\
         Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can create and update replicas\n\
-        in the given folders and on the given devices, and reach nothing else.\n\n\
+        in the given folders and on the given devices, and reach nothing else. Names that begin with a dot need\n\
+        --hidden-files.\n\n\
         With --into but without --listen it serves the socket that a service manager passes to it (LISTEN_FDS).\n\
         Without either it uses standard input and output; \"dsync sync\" runs it this way over ssh.")]
     Receive(Receive),
@@ -314,7 +315,7 @@ pub(crate) enum Command {
         dsync send --listen 0.0.0.0 --offer /srv/vm.raw\n  \
         dsync send --listen 192.0.2.7:10874 --offer /srv/images --offer /dev/sdb --from backup\n\n\
         Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can read the images and devices\n\
-        given, and the images in the directories given, and reach nothing else:\n  \
+        given, and the images in the directories given, hidden ones only with --hidden-files, and reach nothing else:\n  \
         dsync sync tls://prod//srv/vm.raw /srv/vm.raw      on the peer\n\n\
         With --offer but without --listen it serves the socket that a service manager passes to it (LISTEN_FDS).\n\
         Without either it uses standard input and output; \"dsync sync HOST:SRC DST\" runs it this way over ssh.")]
