@@ -491,6 +491,10 @@ pub(crate) struct BeginArgs {
     /// without --allow-shrink
     #[arg(long)]
     pub adopt: bool,
+    /// Accept the source as it is now, although its times show that it is not the content recorded last, but a backup that was put in its
+    /// place, for example: compare everything, and overwrite what differs in the replica
+    #[arg(long)]
+    pub accept_source: bool,
     /// Create a new replica where one is missing for good
     #[arg(long)]
     pub create: bool,

@@ -30,6 +30,7 @@ pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) ->
     Ok(MirrorOptions {
         sync: SyncOptions {
             adopt: args.begin.adopt,
+            accept_source: args.begin.accept_source,
             create: args.begin.create,
             compress: args.compress.level,
             bwlimit: steering.pace.clone(),

@@ -43,6 +43,7 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
         dry_run: args.dry_run,
         adopt: args.begin.adopt,
         shrink: args.open.allow_shrink,
+        accept_source: args.begin.accept_source,
         create: args.begin.create,
         existing: false,
         at_view: args.live.at_view,

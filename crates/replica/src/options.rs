@@ -35,12 +35,12 @@ pub struct Options {
     pub term: u64,
     /// The promotions that led to that term.
     pub line: Line,
-    /// Asked before the first write to a block device.
+    /// Asked before the first write.
     pub herald: Option<Herald>,
 }
 
-/// Called before a replica first writes to a block device; if it fails, nothing is written. It lets the host mark other uses of the
-/// device, which has no times to show the write.
+/// Called before a replica first writes to its disk; if it fails, nothing is written. It lets the host mark other uses of the disk, whose
+/// times, if it has any, do not show who wrote.
 #[derive(Clone)]
 pub struct Herald(Arc<Ask>);
 

@@ -187,9 +187,9 @@ impl Replica {
         &self.options
     }
 
-    /// Announces the first write to a device.
+    /// Announces the first write.
     pub(crate) fn herald(&mut self) -> Result<()> {
-        if let Some(herald) = self.options.herald.as_ref().filter(|_| self.destination.is_device()) {
+        if let Some(herald) = &self.options.herald {
             herald.ask(self.destination.path())?;
         }
         self.options.herald = None;

@@ -495,7 +495,10 @@ impl Source {
         let verdict = match (Self::missing(folder, stamp.as_ref(), last)?, stamp) {
             (Some(why), _) => Verdict::Lost(why.into()),
             (None, None) => Verdict::New,
-            (None, Some(stamp)) => stamp.verdict(identity, &backing.boot(), last_write, trust_device),
+            (None, Some(stamp)) => match stamp.verdict(identity, &backing.boot(), last_write, trust_device) {
+                Verdict::Lost(why) => Verdict::Lost(stamp.other(identity, served.last()).unwrap_or(why)),
+                verdict => verdict,
+            },
         };
         Ok((verdict, was, served.foreign()))
     }
@@ -571,6 +574,7 @@ impl Source {
             written: None,
             marked: None,
             durable: closed.as_ref().filter(|_| lost.is_none() || spared.is_some()).map_or(0, |c| c.durable),
+            served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
         };
         let settings = Settings {
             block_size: about.block_size,
@@ -978,18 +982,22 @@ impl Source {
         self.stop_tending();
         self.disk.close()?;
         let identity = settled(&*self.backing)?;
+        // After a power cut the image must not be older than its stamp.
+        self.backing.durable_time()?;
         self.disk.look(|| changed(&identity))?;
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
         let doubted = self.doubted().0.filter(|why| epochs.spared.as_ref() != Some(why));
-        let lost = if replaced { Some(REPLACED.into()) } else { doubted };
+        let other = || epochs.stamp.other(&identity, self.disk.last_write()).unwrap_or(REPLACED.into());
+        let lost = if replaced { Some(other()) } else { doubted };
         let epoch = epochs.history.last().map_or(0, |e| e.number);
         let boot = self.backing.boot().id;
         let larger = epochs.stamp.larger;
         let written = self.backing.written();
         let marked = Some(self.disk.dirty().count());
-        let durable = epochs.stamp.durable;
-        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, durable }
+        // What is the same in any state is kept.
+        let kept = epochs.stamp.clone();
+        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, ..kept }
             .write(&*self.folder)
     }
 

@@ -38,6 +38,9 @@ pub(crate) struct ImageStamp {
     /// none that is earlier. 0 where that is not known.
     #[serde(default, skip_serializing_if = "is_unknown")]
     pub durable: i64,
+    /// It was served once: it is a disk in use, and no dump that is made anew now and then.
+    #[serde(default)]
+    pub served: bool,
 }
 
 fn is_unknown(time: &i64) -> bool {
@@ -71,7 +74,16 @@ const SET_BACK: &str = "the image was reset to an earlier state, from before its
 /// The loss if something else is at the path now.
 pub(crate) const REPLACED: &str = "another file or device is in its place";
 
-/// The loss after dsync itself has written to a block device, which was a replica then.
+/// The loss if a disk in use has other content than its record ends with, by its times: most likely a backup was put in its place, or its file
+/// system was rolled back. Its replicas may be newer.
+const OTHER: &str = "its content is not what was recorded last";
+
+/// True if why a source's writes are not known says that it has other content than its record ends with.
+pub fn is_other(why: &str) -> bool {
+    why.starts_with(OTHER)
+}
+
+/// The loss after dsync itself has written to a disk, which was a replica then.
 pub(crate) const AS_REPLICA: &str = "dsync wrote to it as a replica";
 
 /// The result of checking a stamp.
@@ -112,7 +124,7 @@ impl ImageStamp {
     /// Whatever its user says of the disk, its record does not hold any more. Durable on return.
     pub(crate) fn outdate(folder: &dyn Folder, why: &str) -> Result<(), SourceError> {
         match ImageStamp::read(folder)? {
-            Some(stamp) if stamp.lost.is_none() => {
+            Some(stamp) if stamp.lost.as_deref().is_none_or(is_other) => {
                 ImageStamp { lost: Some(why.into()), ..stamp }.write(folder)
             }
             // It says so, or there is none to be trusted.
@@ -130,6 +142,41 @@ impl ImageStamp {
 
     pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
         crate::json::write_json(folder, NAME, self)
+    }
+
+    /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
+    /// was written to last through its server, in nanoseconds since 1970. Of a device nothing tells.
+    pub(crate) fn other(&self, now: &Identity, wrote: u64) -> Option<String> {
+        if !self.served || now.is_block() || self.lost.is_some() {
+            return None;
+        }
+        let then = &self.identity;
+        let moved = (then.kind, then.ino) != (now.kind, now.ino);
+        let (recorded, older) = match self.clean {
+            true => (then.mtime_ns, now.mtime_ns < then.mtime_ns || now.ctime_ns < then.ctime_ns),
+            // Unless the clock was set back.
+            false => {
+                let set_back = now.ctime_ns < self.durable && wrote as i64 >= self.durable;
+                (then.mtime_ns.max(wrote as i64), set_back || now.mtime_ns < then.mtime_ns)
+            }
+        };
+        // A copy that took its times along has what it had.
+        let same = self.clean && now.mtime_ns == then.mtime_ns && now.size == then.size;
+        if same && now.ctime_ns >= then.ctime_ns || !moved && !older {
+            return None;
+        }
+        let place = if moved { "another file is in its place, " } else { "" };
+        let at = |time: i64| device::moment((time.max(0) / 1_000_000_000) as u64);
+        let age = match (recorded - now.mtime_ns) / 1_000_000_000 {
+            0 => "at about the same time".to_owned(),
+            seconds if seconds > 0 => format!("{} before", span(seconds)),
+            seconds => format!("{} after", span(-seconds)),
+        };
+        Some(format!(
+            "{OTHER}: {place}written to last on {}, {age} what was recorded ({})",
+            at(now.mtime_ns),
+            at(recorded)
+        ))
     }
 
     /// Whether the record of this stamp can be trusted for the image as it is.
@@ -208,6 +255,16 @@ impl ImageStamp {
     }
 }
 
+/// A time in seconds, in words.
+fn span(seconds: i64) -> String {
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -228,6 +285,7 @@ mod tests {
             written: None,
             marked: None,
             durable: 0,
+            served: true,
         };
         let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false, written: None };
         let trusted = Verdict::Trusted { power_lost: false };
@@ -266,12 +324,53 @@ mod tests {
                     written: None,
                     marked: None,
                     durable,
+                    served: true,
                 };
                 stamp.verdict(&now, &boot, last, false)
             };
             assert!(matches!(verdict(now.ctime_ns), Verdict::Trusted { .. }), "{life}");
             assert_eq!(verdict(now.ctime_ns + 1), Verdict::Lost(SET_BACK.into()), "{life}");
         }
+    }
+
+    #[test]
+    fn a_disk_in_use_is_no_older_than_its_record() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let (stamped, hour) = (now.ctime_ns, 3_600_000_000_000);
+        let stamp = |clean, identity: &Identity| ImageStamp {
+            clean,
+            lost: None,
+            identity: identity.clone(),
+            boot: String::new(),
+            epoch: 1,
+            larger: None,
+            written: None,
+            marked: None,
+            durable: if clean { 0 } else { identity.ctime_ns },
+            served: true,
+        };
+        let at = |time| Identity { mtime_ns: time, ctime_ns: time, ..now.clone() };
+        let moved = |time| Identity { ino: now.ino + 1, ..at(time) };
+        for clean in [true, false] {
+            let other = |then: &Identity| stamp(clean, then).other(&now, then.ctime_ns as u64);
+            // What was written since, and what was copied with its times.
+            assert_eq!(other(&at(stamped)), None, "{clean}");
+            assert_eq!(other(&at(stamped - hour)), None, "{clean}");
+            assert_eq!(other(&moved(stamped)).is_some(), !clean);
+            assert!(other(&moved(stamped - hour)).is_some_and(|why| why.contains("after what")), "{clean}");
+            for then in [at(stamped + 3 * hour), moved(stamped + 3 * hour)] {
+                let why = other(&then).unwrap();
+                assert!(is_other(&why) && why.contains("3 h before what was recorded"), "{why}");
+                // A dump, and what is said already.
+                assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, 0), None);
+                let lost = Some(String::new());
+                assert_eq!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, 0), None);
+            }
+        }
+        // A clock that was set back while the disk was served.
+        let ahead = Identity { ctime_ns: stamped + hour, ..now.clone() };
+        assert_eq!(stamp(false, &ahead).other(&now, stamped as u64), None);
     }
 
     /// After a power cut nothing of the new boot is an own write, however late the note of the last one may be.
@@ -291,6 +390,7 @@ mod tests {
             written: None,
             marked: None,
             durable: 0,
+            served: true,
         };
         let verdict = |began| stamp.verdict(&now, &Boot { id: "this one".into(), began }, last, false);
         assert_eq!(verdict(changed + 1), Verdict::Trusted { power_lost: true });

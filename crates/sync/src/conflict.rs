@@ -57,6 +57,20 @@ pub enum Conflict {
         /// Why what was written is not known.
         why: String,
     },
+    /// The source holds other content than its record ends with, and the replica may be newer.
+    #[error(
+        "{0} is not the disk that {name} was brought up to date from ({why}), and {name} may be the newest copy. Nothing was changed. If the \
+         disk was lost, \"dsync sync --adopt {name} {0}\" brings it back. If {0} is the source as it is now, \"dsync sync --accept-source {0} \
+         {name}\" compares everything, and overwrites what differs in {name}", path.display()
+    )]
+    OtherContent {
+        /// The source.
+        path: PathBuf,
+        /// The replica, as the user named it.
+        name: String,
+        /// What shows it, and which is the older.
+        why: String,
+    },
     /// What is to be adopted is larger than the source.
     #[error(
         "{} has {}, and source {} only {}: it may be the wrong destination. If what it has beyond that can be lost, \"dsync sync \

@@ -138,6 +138,7 @@ impl GroupMirror<'_> {
             let options = &self.options;
             let options = SyncOptions {
                 adopt: options.adopt && first,
+                accept_source: options.accept_source && first,
                 create: options.create && first,
                 ..SyncOptions::clone(options)
             };

@@ -28,6 +28,9 @@ pub struct SyncOptions {
     pub adopt: bool,
     /// Adopt also a file that is larger than the source, and cut off what it has beyond.
     pub shrink: bool,
+    /// The source is what it holds now, also if that is not what its record ends with.
+    #[serde(default)]
+    pub accept_source: bool,
     /// Create a new replica although the source knows of one that is not found.
     pub create: bool,
     /// Only to a replica that is there.

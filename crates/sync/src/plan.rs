@@ -140,6 +140,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     }
     refuse_foreign(facts, status, options)?;
     refuse_emptied(facts, status, options)?;
+    refuse_other_content(facts, options)?;
     let something = replica.epoch.is_some() || !nothing;
     match options.method {
         Some(Method::Compare) => return Ok(Choice::compare("asked for")),
@@ -218,6 +219,17 @@ pub(crate) fn refuse_emptied(
                 name: facts.name.to_owned(),
                 why: why.clone(),
             })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a source in whose place a backup was put, or whose file system was rolled back: a comparison would take the replica back with it.
+pub(crate) fn refuse_other_content(facts: &Facts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
+    match &facts.history {
+        Knowledge::Lost(why) if source::is_other(why) && !options.accept_source && !options.adopt => {
+            let (path, name) = (facts.path.to_path_buf(), facts.name.to_owned());
+            Err(Conflict::OtherContent { path, name, why: why.clone() })
         }
         _ => Ok(()),
     }
@@ -630,13 +642,17 @@ mod tests {
             _ => Unreadable::Fail,
         };
         let (adopt, create, at_view) = (has("--adopt"), has("--create"), has("--at-view"));
-        SyncOptions { method, adopt, create, at_view, unreadable, ..SyncOptions::default() }
+        let accept_source = has("--accept-source");
+        SyncOptions { method, adopt, accept_source, create, at_view, unreadable, ..SyncOptions::default() }
     }
+
+    const OTHER_CONTENT: &str = "its content is not what was recorded last: written to last a day before";
 
     fn chosen(status: &Status, words: &str) -> Result<Choice, Conflict> {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let history = match () {
             () if has("gap") => Knowledge::Lost("the host crashed".into()),
+            () if has("other-content") => Knowledge::Lost(OTHER_CONTENT.into()),
             () if has("foreign") => Knowledge::Foreign("it was restored".into()),
             () => Knowledge::Known,
         };
@@ -740,6 +756,15 @@ mod tests {
             ("at 5; gap empty --compare", "Emptied"),
             ("at 5; gap empty --copy", "Emptied"),
             ("at 5; gap empty --adopt", "compare, compared: the replica was adopted"),
+            ("at 5; other-content", "OtherContent"),
+            ("at 5; other-content --compare", "OtherContent"),
+            ("at 5; other-content --copy", "OtherContent"),
+            ("at 5; other-content --adopt", "compare, compared: the replica was adopted"),
+            (
+                "at 5; other-content --accept-source",
+                "compare, compared: its content is not what was recorded last: written to last a day before",
+            ),
+            ("nothing; other-content", "copy, seeded"),
             ("at 5; empty", "tracked"),
             ("nothing; gap empty", "copy, seeded"),
             ("unknown", "compare, compared: moving its parts in place was cut off"),

@@ -27,7 +27,7 @@ use crate::facts::{bookmark, facts, unknown_batch};
 use crate::messages::{Found, Open, PLAN, Plan, Status, VERDICT, open, part, text};
 use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
-use crate::plan::{refuse_diverged, refuse_emptied, refuse_foreign, refuse_vanished};
+use crate::plan::{refuse_diverged, refuse_emptied, refuse_foreign, refuse_other_content, refuse_vanished};
 use crate::read::FrameSize;
 use crate::report::{Progress, Totals};
 use crate::transfer::committed;
@@ -507,7 +507,8 @@ fn refuse_sources(
     let facts = facts(handle, status, name, &sync)?;
     refuse_diverged(&facts, status, &sync)?;
     refuse_foreign(&facts, status, &sync)?;
-    Ok(refuse_emptied(&facts, status, &sync)?)
+    refuse_emptied(&facts, status, &sync)?;
+    Ok(refuse_other_content(&facts, &sync)?)
 }
 
 /// Refuses what cannot be verified, or not repaired.

@@ -581,6 +581,11 @@ impl TrackedDisk {
         let _ = self.shared.watch.set(Box::new(changed));
     }
 
+    /// When it was written to last, in nanoseconds since 1970; 0 if it never was.
+    pub fn last_write(&self) -> u64 {
+        self.shared.served.last()
+    }
+
     /// How often others were seen to have changed the image, if that was not [settled](TrackedDisk::settle) yet.
     pub fn foreign(&self) -> Option<u64> {
         self.shared.served.foreign()

@@ -255,3 +255,83 @@ fn who_takes_over_does_not_overwrite_what_a_rolled_back_source_has_forgotten() {
         assert_eq!(std::fs::read(&c.disk).ok(), std::fs::read(&b.disk).ok());
     }
 }
+
+/// The disk dies, and last week's image is put in its place: renamed over it, or copied into it with its times.
+#[test]
+fn a_backup_in_the_place_of_a_disk_in_use_does_not_take_its_replica_back() {
+    let mut random = Random::new("a disk that is restored from a backup");
+    for (renamed, killed, restores) in
+        [(true, false, true), (true, true, false), (false, false, false), (false, true, true)]
+    {
+        say(&format!("renamed: {renamed}, killed: {killed}, restored from the replica: {restores}"));
+        let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+        let backup = a.site.path("backup.raw");
+        Run::new("cp").arg("-a").args([&a.disk, &backup]).ok();
+        Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+        let server = a.site.serve(&[&a.disk], &[]);
+        a.sync(&b, &[]).ok();
+        let mut client = server.client("vm");
+        client.write(700 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        client.flush().and_then(|()| client.close()).expect("the end");
+        a.sync(&b, &[]).ok();
+        if killed {
+            server.kill();
+        } else {
+            server.stop();
+        }
+        let has = image::fingerprint(&b.disk).0;
+        if renamed {
+            std::fs::rename(&backup, &a.disk).expect("a backup");
+        } else {
+            Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
+        }
+        let words =
+            ["may be the newest copy", "days before what was recorded", "sync --adopt", "--accept-source"];
+        for served in [false, true, false] {
+            let server = served.then(|| a.site.serve(&[&a.disk], &[]));
+            for options in [&[][..], &["--method", "compare"], &["--method", "tracked"], &["-n"]] {
+                a.sync(&b, options).code(4).says(&words);
+            }
+            a.towards(&b, &["verify", "--repair"]).code(4).says(&words);
+            if served {
+                a.towards(&b, &["mirror"]).code(4).says(&words);
+            }
+            server.map(Server::stop);
+            assert_eq!(has, image::fingerprint(&b.disk).0);
+        }
+        if restores {
+            b.sync(&a, &["--adopt"]).ok();
+            a.sync(&b, &[]).ok();
+            assert_eq!(has, image::fingerprint(&b.disk).0);
+        } else {
+            a.sync(&b, &["--accept-source"]).ok();
+            assert_ne!(has, image::fingerprint(&b.disk).0);
+        }
+        image::assert_equal(&a.disk, &b.disk);
+        assert_eq!(a.sync(&b, &[]).ok().summary()["method"], "tracked");
+    }
+}
+
+/// What is only ever compared may be replaced by what is older, as a dump is; and a copy that has its times goes on as the disk that it is of.
+#[test]
+fn a_dump_and_a_disk_that_was_moved_are_compared() {
+    let mut random = Random::new("a dump that is replaced");
+    for served in [false, true] {
+        let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+        if served {
+            a.write([700], &mut random);
+        }
+        a.sync(&b, &[]).ok();
+        let other = a.site.path("other.raw");
+        if served {
+            Run::new("cp").arg("-a").args([&a.disk, &other]).ok();
+        } else {
+            image::scribble(&a.disk, 0, MIB, &mut random);
+            Run::new("cp").args([&a.disk, &other]).ok();
+            Run::new("touch").args(["-d", "6 days ago"]).arg(&other).ok();
+        }
+        std::fs::rename(&other, &a.disk).expect("a file");
+        assert_eq!(a.sync(&b, &[]).ok().summary()["method"], "compare");
+        image::assert_equal(&a.disk, &b.disk);
+    }
+}

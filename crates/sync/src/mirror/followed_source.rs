@@ -60,8 +60,12 @@ fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -
     let options = &mirror.options.sync;
     // --adopt and --create apply to the first sync only.
     let first = summary.syncs == 0;
-    let options =
-        SyncOptions { adopt: options.adopt && first, create: options.create && first, ..options.clone() };
+    let options = SyncOptions {
+        adopt: options.adopt && first,
+        accept_source: options.accept_source && first,
+        create: options.create && first,
+        ..options.clone()
+    };
     let synced = push(handle, link, mirror.destination, mirror.name, &options, mirror.progress)?;
     summary.syncs += 1;
     summary.bytes_sent += synced.bytes_sent;
