@@ -407,6 +407,7 @@ impl Replica {
             note,
             durable: self.state().modified(durable).unwrap_or(0),
             stream: journal.last().and_then(Contents::stream).or(self.lineage().committed),
+            floor: self.lineage().step.as_ref().map_or(0, |step| step.durable),
         };
         if let Some(why) = evidence.foreign(&self.destination().boot()) {
             return Ok(Some(why));

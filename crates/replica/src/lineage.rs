@@ -158,6 +158,9 @@ pub struct Step {
     pub toward: Toward,
     /// All is written and durable; only the names are to be changed.
     pub finished: bool,
+    /// In place: what the file's time of change was when its positions were made durable, in nanoseconds since 1970; 0 before.
+    #[serde(default)]
+    pub durable: i64,
 }
 
 /// How a step writes, by where.
@@ -513,6 +516,7 @@ mod tests {
                 stream: Uuid::new_v4(),
             },
             finished: false,
+            durable: 0,
         });
         lineage.store(&folder).unwrap();
         assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&lineage));

@@ -116,6 +116,8 @@ pub(crate) struct Evidence<'a> {
     pub durable: u64,
     /// The last delta that may have been brought to the file.
     pub stream: Option<Uuid>,
+    /// What the file's time of change was when a part of a step in place was made durable, in nanoseconds since 1970; 0 if none was.
+    pub floor: i64,
 }
 
 impl Evidence<'_> {
@@ -130,6 +132,10 @@ impl Evidence<'_> {
         let (before, now) = (self.before, self.now);
         if before.inode != now.inode {
             return before.differs(now);
+        }
+        // The step says that this part is there.
+        if now.changed < self.floor {
+            return Some(SET_BACK);
         }
         let changed = now.changed.max(0) as u64;
         let left = self.note.as_ref().and_then(|(note, _)| note.stamp.as_ref());
@@ -389,7 +395,7 @@ mod tests {
         });
         let (before, now) = (at(100), at(now));
         let stream = Some(Uuid::from_u128(2));
-        let evidence = Evidence { before: &before, now: &now, note, durable: durable * S, stream };
+        let evidence = Evidence { before: &before, now: &now, note, durable: durable * S, stream, floor: 0 };
         evidence.foreign(&Boot { id: "this#7".into(), began: 1000 * S }).is_some()
     }
 
@@ -401,7 +407,7 @@ mod tests {
         for (changed, doubt) in [(1205, true), (1250, false), (1299, true), (1300, false), (1310, false)] {
             let note = Note { life: "this".into(), stamp: None, before: None, began, stream, since: None };
             let (before, now, note) = (at(100), at(changed), Some((note, 1310 * S)));
-            let evidence = Evidence { before: &before, now: &now, note, durable: 0, stream };
+            let evidence = Evidence { before: &before, now: &now, note, durable: 0, stream, floor: 0 };
             assert_eq!(evidence.foreign(&boot).is_some(), doubt, "{changed}");
         }
     }

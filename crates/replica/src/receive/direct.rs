@@ -205,7 +205,8 @@ impl Replica {
             self.lineage_mut().state = State::Incomplete;
         }
         let (nonce, unsure) = (Uuid::new_v4(), self.lineage().unsure().clone());
-        let step = Step { kind, nonce, positions, unsure, toward: *toward, finished: false };
+        let durable = self.lineage().step.as_ref().map_or(0, |step| step.durable);
+        let step = Step { kind, nonce, positions, unsure, toward: *toward, finished: false, durable };
         self.lineage_mut().step = Some(step);
         self.store()
     }
@@ -340,7 +341,12 @@ impl Direct {
             return Ok(());
         }
         self.touched.as_ref().map_or(Ok(()), |touched| touched.store(replica))?;
+        let in_place = replica.writes_to() == Name::Final && !replica.destination().is_device();
+        // With its times: a file that bears an earlier one does not have these parts.
+        let settled = in_place.then(|| replica.destination().settle()).transpose();
+        let settled = settled.map_err(disk_error("flush", replica.destination().path(), INTERRUPTED))?;
         if let Some(step) = &mut replica.lineage_mut().step {
+            step.durable = settled.map_or(0, |stamp| stamp.changed);
             step.positions = positions;
             step.unsure = unsure.unwrap_or_else(|| step.unsure.clone());
             // Not before the step says so: if what comes in between fails, the next save must say it.

@@ -826,6 +826,33 @@ fn an_adoption_that_comes_to_nothing_leaves_the_note_of_a_file() {
     assert!(matches!(later, Err(ReplicaError::Changed { .. })), "{later:?}");
 }
 
+/// A part of a step in place was made durable, and its lineage says so. Then the image is rolled back without that, over a power cut: to what it
+/// was before the step.
+#[test]
+fn an_image_without_the_part_that_a_step_has_made_durable_is_refused() {
+    let _alone = alone();
+    let source = source();
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("vm.raw");
+    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let mut replica = Replica::open(&path, &options).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    let delta = source.lacks(replica.status(), None, 1);
+    receive_part(&mut replica, &delta, Commit::InPlace, 5).unwrap();
+    drop(replica);
+    let file = temp.path().join("state").join(crate::lineage::NAME);
+    let mut lineage: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let changed = device::identity(&path).unwrap().ctime_ns;
+    assert_eq!(lineage["step"]["durable"], changed);
+    open_after_a_reboot(&path, &options).unwrap();
+    // The time of a file cannot be set back, so those that it is held against are moved on.
+    lineage["stamp"]["changed"] = changed.into();
+    lineage["step"]["durable"] = (changed + 1).into();
+    std::fs::write(&file, lineage.to_string()).unwrap();
+    let refused = open_after_a_reboot(&path, &options).map(drop);
+    assert!(matches!(refused, Err(ReplicaError::Changed { .. })), "{refused:?}");
+}
+
 /// Wherever a comparison is killed that mends what others wrote to a file: until it is done, the file is refused.
 #[test]
 fn a_repair_that_was_killed_forgives_no_foreign_write() {
