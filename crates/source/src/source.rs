@@ -601,9 +601,7 @@ impl Source {
         }
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
-        if let Some(times) = foreign {
-            disk.settle(times);
-        }
+        foreign.into_iter().for_each(|times| disk.settle(times));
         disk.look(|| changed(&identity))?;
         let backing: Arc<dyn Backing> = backing.into();
         let watched = backing.clone();
