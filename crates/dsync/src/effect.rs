@@ -67,6 +67,13 @@ pub(crate) fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
     }
 }
 
+/// A disk that was resized while it was served, of which only what its server offers is read.
+pub(crate) fn on_size(info: &SourceInfo, output: &Output) {
+    if let Some(sizes) = info.resized {
+        output.warn_once(&sync::resized(&info.path, sizes));
+    }
+}
+
 /// Who holds a source, against the options for opening one, and those for tracked disks alone.
 pub(crate) fn on_source(info: &SourceInfo, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
     let path = info.path.display();
@@ -76,6 +83,7 @@ pub(crate) fn on_source(info: &SourceInfo, open: &SourceArgs, tracked_only: &[Gi
         ("--allow-shrink", open.allow_shrink),
     ];
     let tracked = info.tracked;
+    on_size(info, output);
     if info.served {
         without(&opening, &format!("{path} is served, and its server has its own options"), output);
     } else if tracked {

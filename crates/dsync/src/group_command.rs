@@ -19,7 +19,7 @@ use crate::location::Location;
 use crate::mirroring::{Mirroring, Receiving};
 use crate::output::Output;
 use crate::steering::Steering;
-use crate::{mirror_command, sync_command, units};
+use crate::{effect, mirror_command, sync_command, units};
 
 const ALONE: &str =
     "--group takes the folder of the replicas alone: the sources are the members of the group";
@@ -61,6 +61,7 @@ pub(crate) fn sync(
     let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
     let (dir, shown) = destination.place()?;
     let group = attach(name, args, state)?;
+    group.members().iter().for_each(|handle| effect::on_size(&handle.into(), output));
     let progress = |done, total| output.progress(done, total);
     let pushed = (|| -> Result<_> {
         let (link, receiving) = destination.connect(&args.far, state)?;
@@ -102,7 +103,11 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
     };
     let turns = Turns::default();
     let mirror = GroupMirror {
-        attach: &mut || sync::follow_group(state, name),
+        attach: &mut || {
+            let group = sync::follow_group(state, name)?;
+            group.members().iter().for_each(|handle| effect::on_size(&handle.into(), output));
+            Ok(group)
+        },
         connect: &mut || receiving.connect(&destination, &args.far, state),
         dir: &dir,
         name: &shown,

@@ -93,6 +93,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     let mirror = Mirror {
         attach: &mut || {
             let handle = sync::follow(state, &args.source)?;
+            effect::on_size(&(&handle).into(), output);
             if !std::mem::replace(&mut attached, true) {
                 effect::on_mirror(&handle, args, output);
             }

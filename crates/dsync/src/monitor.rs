@@ -155,6 +155,12 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
         found.errors.iter().map(|error| Problem::of("unreadable", error.clone())).collect();
     for source in &found.sources {
         problems.extend(of_source(source));
+        problems.extend(
+            source.resized().map(|message| Problem {
+                source: Some(source.path.clone()),
+                ..Problem::of("resized", message)
+            }),
+        );
         for replica in &source.replicas {
             let follows = found.follow.get(Path::new(&replica.replica)).copied();
             let worst = of_replica(source, replica, args.max_age, follows.filter(|id| *id != source.uuid));

@@ -242,6 +242,12 @@ impl SourceStatus {
         Ok((status, history))
     }
 
+    /// What is wrong with its size, if it was resized while it was served.
+    pub(crate) fn resized(&self) -> Option<String> {
+        let sizes = self.size.zip(self.served.as_ref().map(|served| served.size).filter(|size| *size > 0));
+        sizes.filter(|(now, offers)| now != offers).map(|sizes| sync::resized(&self.path, sizes))
+    }
+
     /// Blocks of the disk, none of them set.
     fn no_blocks(&self) -> Bitmap {
         Bitmap::new(self.tracked.div_ceil(u64::from(self.block_size)))
@@ -434,6 +440,7 @@ fn say_tracked(status: &SourceStatus, output: &Output) {
                 units::many(served.dirty, "block"),
                 if status.epoch.is_some() { "the last checkpoint" } else { "it was first served" }
             ));
+            status.resized().inspect(|resized| output.say(&format!("  {resized}")));
             if let Some(why) = &served.lost {
                 output.say(&format!("  earlier changes are not known: {why}"));
             }

@@ -154,6 +154,14 @@ impl Handle {
         matches!(self.holder, Holder::Server(..))
     }
 
+    /// Bytes of the disk, and bytes that its server offers, which was started before it was resized. `None` if they are the same.
+    pub fn resized(&self) -> Option<(u64, u64)> {
+        let Holder::Server(client, _) = &self.holder else { return None };
+        let (offers, now) = (client.status().ok()?.size, self.backing.identity().ok()?);
+        (offers > 0 && offers != now.size && now.same_object(&self.about.identity))
+            .then_some((now.size, offers))
+    }
+
     /// True if a server answered for the source, and no longer does.
     pub fn is_abandoned(&self) -> bool {
         matches!(&self.holder, Holder::Server(client, _) if client.status().is_err())

@@ -992,7 +992,8 @@ impl Source {
         let boot = self.backing.boot().id;
         let larger = epochs.stamp.larger;
         let written = self.backing.written();
-        let marked = Some(self.disk.dirty().count());
+        // Of a disk that was resized meanwhile it has other blocks when it is opened.
+        let marked = Some(self.disk.dirty().count()).filter(|_| self.disk.len() == identity.size);
         // What is the same in any state is kept.
         let kept = epochs.stamp.clone();
         ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, ..kept }

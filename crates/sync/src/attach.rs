@@ -1,6 +1,6 @@
 //! Opening what is to be read.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use source::{GroupHandle, Handle, SourceError, SourceOptions, StateDir};
 
@@ -12,7 +12,7 @@ use crate::site::Site;
 /// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first.
 pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
     settle(state, what)?;
-    Ok(state.attach(what, options)?)
+    unshrunk(state.attach(what, options)?)
 }
 
 /// The same of a source whose writes are recorded. Its disk is not held, so that its server can be started again.
@@ -21,7 +21,24 @@ pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<H
 /// `Refused` by a source if its writes are not recorded.
 pub fn follow(state: &StateDir, what: &str) -> Result<Handle, SyncError> {
     settle(state, what)?;
-    Ok(Handle::attach_followed(state, what)?)
+    unshrunk(Handle::attach_followed(state, what)?)
+}
+
+/// What a server offers beyond the end of its disk cannot be read, and what is written there makes the disk larger again.
+fn unshrunk(handle: Handle) -> Result<Handle, SyncError> {
+    match handle.resized().filter(|(now, offers)| now < offers) {
+        Some(sizes) => Err(SyncError::Refused(resized(&handle.about().path, sizes))),
+        None => Ok(handle),
+    }
+}
+
+/// What is said of a disk that has other bytes than its server offers.
+pub fn resized(path: &Path, (now, offers): (u64, u64)) -> String {
+    let (now, offers) = (device::human_size(now), device::human_size(offers));
+    format!(
+        "{} was resized while it was served: it has {now}, and its server offers {offers}: restart the server",
+        path.display()
+    )
 }
 
 /// Completes what was interrupted of a disk, before it is read.
@@ -51,7 +68,7 @@ pub fn follow_group(state: &StateDir, name: &str) -> Result<GroupHandle, SyncErr
                 "{path} is not served, so its writes are not recorded: serve all members with \"dsync serve --group {name}\""
             ))
         };
-        Ok(Handle::followed(state, path)?.ok_or_else(unserved)?)
+        unshrunk(Handle::followed(state, path)?.ok_or_else(unserved)?)
     })
 }
 

@@ -82,7 +82,7 @@ mod verify;
 
 pub use account::count_failure;
 pub use allowed_paths::AllowedPaths;
-pub use attach::{attach, attach_group, follow, follow_group};
+pub use attach::{attach, attach_group, follow, follow_group, resized};
 pub use batching::Batching;
 pub use conflict::{Conflict, Diverged, Divergence, Since};
 pub use cut_hook::CutHook;

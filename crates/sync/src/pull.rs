@@ -92,6 +92,9 @@ pub struct SourceInfo {
     pub served: bool,
     /// It is a disk tracked in the kernel.
     pub tracked: bool,
+    /// Its bytes, and those that its server offers, which was started before it was resized.
+    #[serde(default)]
+    pub resized: Option<(u64, u64)>,
 }
 
 impl From<&Handle> for SourceInfo {
@@ -103,6 +106,7 @@ impl From<&Handle> for SourceInfo {
             block_size: about.block_size,
             served: handle.is_served(),
             tracked: handle.live().is_some(),
+            resized: handle.resized(),
         }
     }
 }
@@ -366,6 +370,7 @@ mod tests {
             block_size: 4096,
             served: false,
             tracked: false,
+            resized: None,
         };
         sender.send_json(SOURCE, &info)?;
         let status = crate::messages::open(&sender, &receiver, &open, None)?;

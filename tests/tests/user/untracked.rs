@@ -610,3 +610,31 @@ fn a_disk_is_known_under_another_name_and_no_other_disk_under_its_own() {
     assert!(found.status.success(), "{found}");
     assert_eq!(found.summary()["method"], "compare", "{found}");
 }
+
+/// A server goes on with the size that its disk had: every command says so, and the restart keeps the record.
+#[test]
+fn a_disk_resized_while_it_is_served_is_told_of() {
+    let mut scene = Scene::synced("resized while served", 16 << 20);
+    let image = scene.image.clone();
+    let resize = |size: u64| {
+        let file = OpenOptions::new().write(true).open(&image).expect("the image");
+        file.set_len(size).expect("a size");
+    };
+    resize(24 << 20);
+    let told = ["vm.raw was resized", "has 24.0 MiB", "offers 16.0 MiB: restart the server"];
+    scene.site.dsync(["sync"]).arg(&scene.image).arg(&scene.replica).ok().says(&told);
+    scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica).ok().says(&told);
+    let status = |scene: &Scene, options: &[&str]| scene.site.dsync(["status"]).args(options).output();
+    for options in [&[][..], &["--check"]] {
+        let said = status(&scene, options);
+        assert!(told.iter().all(|words| said.text().contains(words)), "{said}");
+    }
+    scene.stop();
+    scene.start();
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    scene.equal();
+    assert!(!status(&scene, &["--check"]).text().contains("resized"));
+    resize(8 << 20);
+    scene.sync(&[]).code(4).says(&["vm.raw was resized", "has 8.00 MiB", "offers 24.0 MiB: restart"]);
+}
