@@ -12,7 +12,7 @@ use sync::{Commit, Keep, LiveOptions, Stages};
 use crate::address::Address;
 use crate::bandwidth::Bandwidth;
 use crate::failure::Failure;
-use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
+use crate::units::{self, parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
 
 /// Keep a copy of a disk up to date by moving only the blocks that changed.
 #[derive(Debug, Parser)]
@@ -426,7 +426,7 @@ pub(crate) struct FarArgs {
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,
     /// Connections to a tls:// host, 1 to 16 [default: one for every 20 ms of the round trip, 8 at most]
-    #[arg(long, alias = "lanes", value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
+    #[arg(long, alias = "lanes", value_name = "COUNT", value_parser = units::number(1..=16u8))]
     pub connections: Option<u8>,
     /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies. At a terminal, where ssh may ask for a password, the first connection may take longer [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_timeout)]
@@ -459,7 +459,7 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_name = "TIME[/TIME],...")]
     pub keep: Option<Keep>,
     /// Keep the last COUNT moments too
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=100_000))]
+    #[arg(long, value_name = "COUNT", value_parser = units::number(1..=100_000u64))]
     pub keep_last: Option<u64>,
     /// Drop the oldest moments when all take more than this [default: as much as the file system has left free]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
@@ -529,10 +529,10 @@ pub(crate) struct LiveArgs {
     #[arg(long, value_enum)]
     pub freeze: Option<FreezeArg>,
     /// For a tracked disk: thaw after this many seconds whatever happens, and fail [default: 10]
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=300))]
+    #[arg(long, value_name = "SECONDS", value_parser = units::number(1..=300u64))]
     pub freeze_limit: Option<u64>,
     /// For a tracked disk: most passes over changed blocks before the last one [default: 8]
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, value_name = "COUNT", value_parser = units::number(1..=100u32))]
     pub passes: Option<u32>,
     /// Send the snapshot that is open as NAME@view instead of the present state
     #[arg(long)]
@@ -913,9 +913,9 @@ pub(crate) struct Status {
     /// With --check or --watch, report replicas that were last brought up to date longer ago, if anything was written since
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub max_age: Option<Duration>,
-    /// Print problems, what is at work, and how far each replica is, every SECONDS until interrupted [2 without a value]
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "2",
-          value_parser = parse_timeout, conflicts_with_all = ["check", "prometheus", "json", "quiet"])]
+    /// Print problems, what is at work, and how far each replica is, every TIME until interrupted [2s without a value]
+    #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, default_missing_value = "2",
+          value_parser = units::parse_period, conflicts_with_all = ["check", "prometheus", "json", "quiet"])]
     pub watch: Option<Duration>,
     /// Print metrics for the textfile collector of node_exporter
     #[arg(long, conflicts_with_all = ["path", "check", "json", "quiet"])]

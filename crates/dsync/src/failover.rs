@@ -1,5 +1,6 @@
 //! `dsync promote` and `dsync demote`.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::Result;
@@ -78,8 +79,17 @@ fn has_begun(path: &Path, options: &PromoteOptions, state: &StateDir) -> bool {
     let opening = sync::open_options(options.journal_dir.as_deref(), state);
     // The mark is the first step. What is put into the replica before it, of a rehearsal, may be there in part.
     let is_marked = |lineage: replica::Lineage| lineage.role.promoted.is_some();
-    let lineage = replica::inspect(path, &opening).ok().flatten();
-    options.with.as_ref().is_some_and(|file| file.exists()) || lineage.is_none_or(is_marked)
+    let is_marked = match replica::inspect(path, &opening) {
+        Ok(lineage) => lineage.is_some_and(is_marked),
+        // What cannot be reached was not written to.
+        Err(ReplicaError::Device(_) | ReplicaError::NotAReplica(_)) => false,
+        Err(ReplicaError::Io { error, .. }) => !matches!(
+            error.kind(),
+            ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::PermissionDenied
+        ),
+        Err(_) => true,
+    };
+    options.with.as_ref().is_some_and(|file| file.exists()) || is_marked
 }
 
 /// An error of a promotion, with what to do where the source is gone.

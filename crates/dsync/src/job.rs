@@ -351,7 +351,8 @@ impl Job {
 /// The lines `key = value`. Empty ones and those that begin with `#` are left out.
 fn lines(path: &Path, text: &str) -> Result<Vec<Line>, Failure> {
     let mut lines = Vec::new();
-    for (number, line) in (1..).zip(text.lines()) {
+    // Some editors begin a file with a byte order mark.
+    for (number, line) in (1..).zip(text.trim_start_matches('\u{feff}').lines()) {
         let line = line.trim();
         if line.is_empty() || line.starts_with('#') {
             continue;
@@ -362,9 +363,31 @@ fn lines(path: &Path, text: &str) -> Result<Vec<Line>, Failure> {
                 path.display()
             )));
         };
-        lines.push(Line { number, key: key.trim().to_owned(), value: value.trim().to_owned() });
+        lines.push(Line {
+            number,
+            key: key.trim().to_ascii_lowercase(),
+            value: plain_value(value).to_owned(),
+        });
     }
     Ok(lines)
+}
+
+/// A value without a comment behind it, and without quotes around all of it. A `#` is a comment after a blank, outside of quotes.
+fn plain_value(text: &str) -> &str {
+    let (mut quote, mut blank) = (None, true);
+    let comment = text.char_indices().find(|(_, c)| {
+        match quote {
+            Some(open) if open == *c => quote = None,
+            None if matches!(c, '"' | '\'') => quote = Some(*c),
+            _ => {}
+        }
+        let is_comment = *c == '#' && blank && quote.is_none();
+        blank = c.is_whitespace();
+        is_comment
+    });
+    let value = comment.map_or(text, |(at, _)| &text[..at]).trim();
+    let within = ['"', '\''].into_iter().find_map(|quote| value.strip_prefix(quote)?.strip_suffix(quote));
+    within.filter(|within| !within.contains(['"', '\''])).unwrap_or(value)
 }
 
 /// The names of the jobs in a folder.
@@ -450,6 +473,19 @@ mod tests {
         assert_eq!(line(serve, &[]).unwrap(), "dsync serve a.raw b.raw --socket=/run/vm.sock --read-only");
         let receive = "command = receive\nlisten = 0.0.0.0\ninto = /a\ninto = /b=c\n";
         assert_eq!(line(receive, &[]).unwrap(), "dsync receive --listen=0.0.0.0 --into=/a --into=/b=c");
+    }
+
+    #[test]
+    fn comments_quotes_and_a_byte_order_mark() {
+        let file = "\u{feff}Command = sync # by night\nsource = \"/srv/a # b.raw\"   # the disk\ndestination = far:/srv/#1.raw\n\
+                    rsh = ssh -o 'X=a # b'\t# quoted\nbwlimit = '1M'\n#adopt = yes\n";
+        assert_eq!(
+            line(file, &[]).unwrap(),
+            "dsync sync '/srv/a # b.raw' 'far:/srv/#1.raw' '--rsh=ssh -o '\\''X=a # b'\\''' --bwlimit=1M"
+        );
+        assert_eq!(plain_value(" 'a' -F 'b'"), "'a' -F 'b'");
+        assert_eq!(plain_value(" # only a comment"), "");
+        assert_eq!(plain_value(" a#b"), "a#b");
     }
 
     #[test]

@@ -290,7 +290,11 @@ fn of_failing(source: &SourceStatus, replica: &Lacking) -> Option<Problem> {
 /// A replica of which no copy was ever complete, or another disk of the source that was not given up for it.
 fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
     let (path, name) = (source.path.display(), &tally.replica);
-    let (how, out) = (first_copy(tally), format!("to give it up: dsync forget {path} {name}"));
+    let out = match tally.work.as_ref().is_some_and(|work| work.is_alive()) {
+        true => "it is complete when that ends".to_owned(),
+        false => format!("to give it up: dsync forget {path} {name}"),
+    };
+    let how = first_copy(tally);
     let problem = match tally.refused {
         true => Problem::of(
             "failing",

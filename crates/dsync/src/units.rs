@@ -1,5 +1,8 @@
 //! Human-readable sizes, rates and times.
 
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub(crate) use device::human_size as size;
@@ -55,14 +58,14 @@ pub(crate) fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
     Ok(offset..end)
 }
 
-/// Reads `30ms`, `1.5s`, `2m` or `1h`.
+/// Reads `30ms`, `1.5s`, `2m` or `1h`; a number alone is one of seconds.
 pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     let wrong = || format!("invalid time \"{text}\": use a form like 30ms, 5s, 2m or 1h");
-    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(wrong)?;
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let number: f64 = text[..split].parse().map_err(|_| wrong())?;
     let scale = match text[split..].trim() {
         "ms" => 1e-3,
-        "s" => 1.0,
+        "" | "s" => 1.0,
         "m" | "min" => 60.0,
         "h" => 3600.0,
         _ => return Err(wrong()),
@@ -74,13 +77,29 @@ pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
-/// Reads how long a peer may be silent: a time, or a number of seconds.
+/// Reads how long a peer may be silent.
 pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
-    let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let seconds = if plain { text.parse().ok().map(Duration::from_secs) } else { Some(parse_time(text)?) };
-    match seconds.filter(|time| (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(time)) {
-        Some(time) => Ok(time),
-        None => Err("give a time from 1s to 1h, such as 30s; the timeout cannot be turned off".to_owned()),
+    parse_period(text).map_err(|why| format!("{why}; the timeout cannot be turned off"))
+}
+
+/// Reads a time from a second to an hour.
+pub(crate) fn parse_period(text: &str) -> Result<Duration, String> {
+    // Zero is out of range, and no other form.
+    let time = if text.trim() == "0" { Duration::ZERO } else { parse_time(text)? };
+    match (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&time) {
+        true => Ok(time),
+        false => Err("give a time from 1s to 1h, such as 30s".to_owned()),
+    }
+}
+
+/// Reads a whole number of a range.
+pub(crate) fn number<N>(range: RangeInclusive<N>) -> impl Fn(&str) -> Result<N, String> + Clone
+where
+    N: FromStr + Display + PartialOrd + Clone,
+{
+    move |text| {
+        let found = text.trim().parse().ok().filter(|number| range.contains(number));
+        found.ok_or_else(|| format!("give a whole number from {} to {}", range.start(), range.end()))
     }
 }
 
@@ -114,7 +133,8 @@ pub(crate) fn parse_expiry(text: &str) -> Result<u64, String> {
     if date(time) == format!("{year:04}-{month:02}-{day:02}") { Ok(time) } else { Err(wrong()) }
 }
 
-/// Reads `2026-11-22 13:05`, with or without seconds or a time, in UTC, or `10 minutes ago`; seconds since 1970.
+/// Reads `2026-11-22 13:05` or `2026-11-22T13:05Z`, with or without seconds or a time, in UTC, `10 minutes ago`, or `now`; seconds
+/// since 1970.
 pub(crate) fn parse_moment(text: &str, now: u64) -> Result<u64, String> {
     let wrong = || {
         format!(
@@ -135,7 +155,11 @@ pub(crate) fn parse_moment(text: &str, now: u64) -> Result<u64, String> {
             (ago[..split].parse::<u64>().map_err(|_| wrong())?, found.ok_or_else(wrong)?);
         return number.checked_mul(seconds).and_then(|ago| now.checked_sub(ago)).ok_or_else(wrong);
     }
-    let text = text.trim().trim_end_matches("UTC").trim_end();
+    let text = text.trim();
+    if text == "now" {
+        return Ok(now);
+    }
+    let text = text.strip_suffix("UTC").or(text.strip_suffix('Z')).unwrap_or(text).trim_end();
     let (date, time) = text.split_once([' ', 'T']).unwrap_or((text, "00:00"));
     let mut parts = time.split(':').map(|part| part.parse::<u64>().ok().filter(|_| part.len() == 2));
     let (Some(Some(hour @ 0..24)), Some(Some(minute @ 0..60)), second, None) =
@@ -283,12 +307,27 @@ mod tests {
     }
 
     #[test]
+    fn times_have_one_form_and_numbers_a_range() {
+        for (text, seconds) in [("10", 10.0), ("10s", 10.0), ("1.5m", 90.0), ("1h", 3600.0), ("30ms", 0.03)] {
+            assert_eq!(parse_time(text), Ok(Duration::from_secs_f64(seconds)), "{text}");
+        }
+        assert_eq!(parse_period("0").unwrap_err(), "give a time from 1s to 1h, such as 30s");
+        assert!(parse_timeout("0").unwrap_err().ends_with("cannot be turned off"));
+        assert_eq!(number(1..=16u8)("16"), Ok(16));
+        for wrong in ["0", "17", "x", "", "1.5", "-1", "999999"] {
+            assert_eq!(number(1..=16u8)(wrong).unwrap_err(), "give a whole number from 1 to 16", "{wrong}");
+        }
+    }
+
+    #[test]
     fn moments_are_written_as_people_write_them() {
         let now = 1_795_352_700;
         for (text, time) in [
             ("2026-11-22 13:05", 1_795_352_700),
             ("2026-11-22 13:05:59 UTC", 1_795_352_759),
             ("2026-11-22T13:05", 1_795_352_700),
+            ("2026-11-22T13:05:59Z", 1_795_352_759),
+            ("now", now),
             ("2026-11-22", 1_795_305_600),
             ("10 minutes ago", now - 600),
             ("1 minute ago", now - 60),

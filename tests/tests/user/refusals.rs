@@ -763,3 +763,16 @@ fn who_owns_the_state_of_a_replica_ends_no_process_by_cutting_it_short() {
     assert!(output.status.success(), "{output}");
     scene.equal();
 }
+
+/// Where nothing was begun, no promotion is to be completed.
+#[test]
+fn what_is_no_replica_is_not_half_promoted() {
+    let scene = Scene::synced("no promotion", MIB);
+    let pipe = scene.site.path("pipe");
+    Run::new("mkfifo").arg(&pipe).ok();
+    let slash = scene.site.path("replica/vm.raw/");
+    for path in [pipe, slash, scene.site.path("absent.raw")] {
+        let refused = scene.site.dsync(["promote", "--force"]).arg(&path).output();
+        assert!(!refused.status.success() && !refused.stderr.contains("is not complete"), "{refused}");
+    }
+}
