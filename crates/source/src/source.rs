@@ -180,6 +180,7 @@ impl Backing for PathBacking {
             return Ok(0);
         }
         // A flush of the content alone may leave the times behind.
+        #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
         let synced = File::open(&now.path).and_then(|file| file.sync_all());
         synced.map_err(SourceError::state("flush", &now.path))?;
         Ok(now.ctime_ns)
