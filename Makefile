@@ -43,7 +43,7 @@ test: check
 test-vm: deb
 	@scripts/setup build test test-deb
 	DSYNC_VM=1 DSYNC_DEB=$$(ls $(abspath $(packages))/dsync_*.deb) \
-		$(CARGO) test -p dsync-tests --test user -- --nocapture vm:: failover_page:: hosts::
+		$(CARGO) test -p dsync-tests --test user -- --nocapture vm:: harness:: far_link:: failover_page:: hosts::
 
 # A distribution's Rust may lack a part of cargo.
 lint = @if $(CARGO) $(1) --version >/dev/null 2>&1; then echo '$(2)'; $(2); \

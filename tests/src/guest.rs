@@ -61,6 +61,19 @@ pub struct Guest {
     pub started: Instant,
 }
 
+/// True where what needs guests is to run in full, as `make test-vm` and `make soak` do.
+pub fn full() -> bool {
+    crate::soak() || std::env::var_os("DSYNC_VM").is_some_and(|v| v == "1")
+}
+
+/// True if a test is to run that is left out of the sample; else says so.
+pub fn wanted(what: &str) -> bool {
+    if !full() {
+        crate::left_out(what, "make test-vm");
+    }
+    full()
+}
+
 /// True if guests can run here. Else says what goes untested.
 pub fn possible(what: &str) -> bool {
     possible_with(Kernel::Stable, what)

@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn failures_name_the_host_and_a_way_out() {
         let denied = "echo 'Permission denied (publickey).' >&2; exit 255";
-        let shell = local(denied).join(" ");
+        let shell = quoted(&local(denied));
         assert_eq!(
             fails(denied, &["dsync"]).to_string(),
             format!(
@@ -357,7 +357,7 @@ mod tests {
         );
         let silent = fails("exit 1", &["dsync", "receive"]).to_string();
         assert!(
-            silent.starts_with("the remote shell \"sh -c exit 1 rsh\" ended (exit 1) without an answer"),
+            silent.starts_with("the remote shell \"sh -c 'exit 1' rsh\" ended (exit 1) without an answer"),
             "{silent}"
         );
         assert!(
@@ -383,7 +383,7 @@ mod tests {
         let link = Link::ssh(&shell, "backup", &[], TIMEOUT, None).unwrap();
         let (tx, rx) = link.split();
         let error = rx.recv().unwrap_err();
-        let why = format!("{} ended (exit 255): Connection reset", shell.join(" "));
+        let why = format!("{} ended (exit 255): Connection reset", quoted(&shell));
         assert_eq!(error.to_string(), format!("the link to backup was cut: {why}"));
         assert_eq!(tx.send(Message::default()).unwrap_err(), error);
     }

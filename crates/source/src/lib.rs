@@ -82,6 +82,7 @@ pub use stamp::is_other;
 pub use state::{About, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]
 pub use state::{about_in, write_about};
+#[doc(hidden)]
 pub use succeed::succeed_in;
 pub use succeed::{Succession, check_term, succeed};
 pub use tally::{Counter, LastFailure, LastVerify, Tally, Work};

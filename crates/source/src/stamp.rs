@@ -168,7 +168,7 @@ impl ImageStamp {
         let place = if moved { "another file is in its place, " } else { "" };
         let at = |time: i64| device::moment((time.max(0) / 1_000_000_000) as u64);
         let age = match (recorded - now.mtime_ns) / 1_000_000_000 {
-            0 => "at about the same time".to_owned(),
+            0 => "at about the same time as".to_owned(),
             seconds if seconds > 0 => format!("{} before", span(seconds)),
             seconds => format!("{} after", span(-seconds)),
         };

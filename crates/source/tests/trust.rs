@@ -483,7 +483,11 @@ fn an_image_that_a_power_cut_set_back_behind_its_history_is_a_gap() {
     }
     for time in [opened, before] {
         let source = open("third", Some(time));
-        assert!(source.lost().is_some_and(|why| why.contains("earlier state")), "{:?}", source.lost());
+        assert!(
+            source.lost().is_some_and(|why| why.contains("not what was recorded last")),
+            "{:?}",
+            source.lost()
+        );
         source.close().unwrap();
     }
     let source = open("fourth", None);

@@ -625,7 +625,7 @@ fn whatever_a_site_knows_no_change_is_missed() {
     let mut random = Random::new("three sites");
     let mut sites = Sites::new(4 * MIB, &mut random);
     let copies = Host::new();
-    for _ in 0..rounds(90, 6000) {
+    for _ in 0..rounds(40, 6000) {
         let source = sites.source;
         match random.below(16) {
             0..=5 => {

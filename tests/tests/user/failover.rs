@@ -1191,7 +1191,7 @@ fn roles_are_swapped_under_load() {
     let hosts = pair(32 * MIB, &mut random);
     let (mut here, mut there) = (&hosts.0, &hosts.1);
     let options = Options { connections: 2, depth: 8, ..Options::default() };
-    for round in 0..25 {
+    for round in 0..rounds(8, 25) {
         let server = here.site.serve(&[&here.disk], &[]);
         let load = Load::start(&server.address(), "vm", &options, &mut random);
         load.wait_for(100);

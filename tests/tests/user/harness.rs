@@ -132,7 +132,7 @@ fn differences_are_found() {
 #[test]
 fn a_guest_makes_a_file_system_on_a_served_disk() {
     let what = "the guest harness";
-    if !guest::possible(what) || !need(&["qemu-nbd", "mkfs.ext4", "e2fsck"], what) {
+    if !guest::wanted(what) || !guest::possible(what) || !need(&["qemu-nbd", "mkfs.ext4", "e2fsck"], what) {
         return;
     }
     let folder = on_disk();
@@ -177,7 +177,7 @@ fn a_guest_makes_a_file_system_on_a_served_disk() {
 #[test]
 fn a_guest_loses_its_power() {
     let what = "power cuts in the guest harness";
-    if !guest::possible(what) || !need(&["mkfs.ext4", "e2fsck"], what) {
+    if !guest::wanted(what) || !guest::possible(what) || !need(&["mkfs.ext4", "e2fsck"], what) {
         return;
     }
     let folder = on_disk();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::number;
 use dsync_tests::site::binary;
-use dsync_tests::{Random, Run, Site, got, need, need_root, repository, rounds, say};
+use dsync_tests::{Random, Run, Site, got, need, need_root, repository, rounds, say, until};
 
 const MIB: u64 = 1 << 20;
 
@@ -344,8 +344,14 @@ fn who_writes_past_a_frozen_file_system_is_noticed() {
         "--runtime=60",
         "--output=/dev/null",
     ]);
+    let writes = || {
+        let name = tracked.device().file_name().expect("a name").to_string_lossy();
+        let counts = std::fs::read_to_string(format!("/sys/class/block/{name}/stat")).expect("its counts");
+        counts.split_whitespace().nth(4).and_then(|count| count.parse::<u64>().ok()).expect("writes")
+    };
+    let before = writes();
     let mut writer = writer.start();
-    std::thread::sleep(Duration::from_millis(500));
+    until("another program writes", || writes() > before + 100);
     // One in whose cut he happens to pause is good.
     let refused = (0..20).find_map(|_| {
         let output = site.sync(tracked.device(), &copy, &[]).output();

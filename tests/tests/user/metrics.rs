@@ -314,12 +314,15 @@ fn clients_that_mean_harm_end_in_time() {
     let server = scene.site.dsync(["serve", "--read-only", "--metrics", "0"]).arg(&scene.image);
     let mut server = server.arg("--socket").arg(scene.site.socket("second")).start();
     server.wait_to_say("serving vm");
+    until("it says where its metrics are", || server.stderr_so_far().contains("metrics on http://"));
     let place = port(&server.stderr_so_far());
     let connect = || TcpStream::connect(&place).expect("a connection");
     let threads = || {
         let tasks = format!("/proc/{}/task", server.child.id());
         std::fs::read_dir(tasks).expect("a process").count()
     };
+    // Once all of its own threads run.
+    get(connect());
     let before = threads();
     // Clients that say nothing, and one that says a byte now and then, have all the places.
     let mut idle: Vec<TcpStream> = (0..40).map(|_| connect()).collect();
@@ -332,7 +335,7 @@ fn clients_that_mean_harm_end_in_time() {
     }
     // All have ended by now, however slowly they sent.
     for client in &mut idle {
-        client.set_read_timeout(Some(Duration::from_secs(2))).expect("a timeout");
+        client.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
         match client.read(&mut [0; 64]) {
             Ok(0) => {}
             Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}"),

@@ -33,7 +33,7 @@ code=0; "$DSYNC" status --check || code=$?
 "$DSYNC" sync mine.raw copy.raw
 [ "$("$DSYNC" status --check)" = OK ]
 "$DSYNC" status --json >status
-! grep -e theirs -e served -e mirrored -e "$device" -e nowhere status
+! grep -e theirs.raw -e served.raw -e mirrored.raw -e "$device" -e nowhere status
 "#;
 
 #[test]

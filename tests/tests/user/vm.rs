@@ -16,22 +16,10 @@ use testing::faulty::{FaultyDisk, Keep, Outage, Power};
 
 const MIB: u64 = 1 << 20;
 
-fn full() -> bool {
-    soak() || std::env::var_os("DSYNC_VM").is_some_and(|v| v == "1")
-}
-
-/// True if the test is to run whole; else says what is left out.
-fn wanted(what: &str) -> bool {
-    if !full() {
-        left_out(what, "make test-vm");
-    }
-    full()
-}
-
 /// The kernels to test on: the sample takes the first.
 fn kernels() -> &'static [Kernel] {
     static SAID: Once = Once::new();
-    if full() {
+    if guest::full() {
         return &[Kernel::Stable, Kernel::Backports];
     }
     SAID.call_once(|| left_out("the kernel module on the backported kernel", "make test-vm"));
@@ -188,10 +176,11 @@ fn every_difference_is_reported() {
         let mut random = Random::new(what);
         let site = Site::new();
         // The smallest that mkfs.xfs takes, or a smaller one.
-        let size = if full() { 320 * MIB } else { 144 * MIB };
+        let size = if guest::full() { 320 * MIB } else { 144 * MIB };
         let mut vm = Vm::new(kernel, "truth.sh", twins(&site, size, &mut random));
         vm.modules(&["loop", "raid1", "xfs", "btrfs"]);
-        let (fs, io, more) = if full() { ("ext4 xfs btrfs", "24m", "yes") } else { ("ext4", "8m", "") };
+        let (fs, io, more) =
+            if guest::full() { ("ext4 xfs btrfs", "24m", "yes") } else { ("ext4", "8m", "") };
         vm.variables = format!("SEED={}\nFILESYSTEMS='{fs}'\nIO={io}\nMORE={more}", random.below(1 << 30));
         vm.run(600);
     }
@@ -211,7 +200,7 @@ fn no_update_is_lost_between_two_epochs() {
         fs::copy(module(kernel, "DM_TRACK_TEST_NO_DRAIN"), &broken).expect("a copy");
         vm.options.files.push(broken);
         vm.modules(&["dm_delay"]);
-        let seconds = if full() { 20 } else { 6 };
+        let seconds = if guest::full() { 20 } else { 6 };
         vm.variables = format!("SEED={}\nSECONDS_OF_LOAD={seconds}", random.below(1 << 30));
         vm.run(180);
     }
@@ -221,7 +210,7 @@ fn no_update_is_lost_between_two_epochs() {
 fn tables_come_and_go() {
     let what = "dm-track's tables, messages and removal";
     for &kernel in kernels() {
-        if !wanted(what) || !possible(kernel, what) {
+        if !guest::wanted(what) || !possible(kernel, what) {
             continue;
         }
         let mut random = Random::new(what);
@@ -237,7 +226,7 @@ fn tables_come_and_go() {
 fn a_log_outlives_failures() {
     let what = "dm-track's metadata";
     for &kernel in kernels() {
-        if !wanted(what) || !possible(kernel, what) {
+        if !guest::wanted(what) || !possible(kernel, what) {
             continue;
         }
         let mut random = Random::new(what);
@@ -264,7 +253,7 @@ fn a_log_outlives_failures() {
 fn the_dm_tracker_follows() {
     let what = "dsync's tracker over dm-track";
     for &kernel in kernels() {
-        if !wanted(what) || !possible(kernel, what) {
+        if !guest::wanted(what) || !possible(kernel, what) {
             continue;
         }
         let mut random = Random::new(what);
@@ -284,7 +273,7 @@ fn the_bpf_tracker_follows() {
     let what = "the bpf tracker on Debian's kernels";
     for &kernel in kernels() {
         let tools = ["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "blkdiscard"];
-        if !wanted(what) || !possible(kernel, what) || !need(&tools, what) {
+        if !guest::wanted(what) || !possible(kernel, what) || !need(&tools, what) {
             continue;
         }
         let mut random = Random::new(what);
@@ -300,7 +289,8 @@ fn the_bpf_tracker_follows() {
 fn a_user_follows_and_syncs() {
     let what = "a user's commands on live disks of a guest";
     for &kernel in kernels() {
-        if !wanted(what) || !possible(kernel, what) || !need(&["mkfs.ext4", "e2fsck", "python3"], what) {
+        if !guest::wanted(what) || !possible(kernel, what) || !need(&["mkfs.ext4", "e2fsck", "python3"], what)
+        {
             continue;
         }
         let site = Site::new();
@@ -322,7 +312,7 @@ fn a_user_follows_and_syncs() {
 fn a_record_is_believed_after_a_reboot_only_if_nobody_wrote() {
     let what = "the bpf tracker over reboots";
     for &kernel in kernels() {
-        if !wanted(what) || !possible(kernel, what) || !need(&["mkfs.ext4", "tune2fs"], what) {
+        if !guest::wanted(what) || !possible(kernel, what) || !need(&["mkfs.ext4", "tune2fs"], what) {
             continue;
         }
         let site = Site::new();
@@ -376,7 +366,7 @@ fn power_cuts() {
         let content = Arc::new(RamDisk::new(20 * MIB));
         let rounds = if soak() {
             100
-        } else if full() {
+        } else if guest::full() {
             10
         } else {
             1
@@ -414,7 +404,7 @@ fn power_cuts() {
 fn a_write_costs_little() {
     let what = "the instructions that dm-track adds to a write";
     for &kernel in kernels() {
-        if !wanted(what) || !possible(kernel, what) {
+        if !guest::wanted(what) || !possible(kernel, what) {
             continue;
         }
         let mut vm = Vm::new(kernel, "cost.sh", Vec::new());
