@@ -13,7 +13,7 @@ rm -f "$DSYNC_TEST_TIMES"
 "$cargo" build --workspace && "$cargo" test --workspace --no-run || exit
 built=$(date +%s)
 # Most tests wait, for a disk, a link or a guest.
-DSYNC_BIN=$target/debug/dsync RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(($(nproc) * 2 + 1))} "$cargo" test --workspace --no-fail-fast
+DSYNC_BIN=$target/debug/dsync RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(($(nproc) + 1))} "$cargo" test --workspace --no-fail-fast
 code=$?
 echo 'The slowest tests, in seconds:'
 sort -rn "$DSYNC_TEST_TIMES" | head -n 10
