@@ -10,22 +10,22 @@ const NEIGHBOUR: &str = r#"
 for place in /run /var/lib /etc; do mount -t tmpfs none $place; done
 mkdir /etc/dsync
 mount -t bpf bpf /sys/fs/bpf
-neighbour() { env -u DSYNC_STATE_DIR -u DSYNC_CONF_DIR -u DSYNC_RUN_DIR -u DSYNC_BPF_DIR "$DSYNC" "$@"; }
+theirs="env -u DSYNC_STATE_DIR -u DSYNC_CONF_DIR -u DSYNC_RUN_DIR -u DSYNC_BPF_DIR $DSYNC"
 device=$(losetup --find --show theirs.raw)
 end() {
     kill $server $mirror
-    neighbour track remove $device
+    $theirs track remove $device
     losetup --detach $device
 }
 trap end EXIT
-neighbour track add $device
-neighbour serve served.raw --socket /run/served.sock & server=$!
+$theirs track add $device
+$theirs serve served.raw --socket /run/served.sock & server=$!
 until [ -S /run/served.sock ]; do sleep 0.05; done
-neighbour mirror served.raw mirrored.raw & mirror=$!
+$theirs mirror served.raw mirrored.raw & mirror=$!
 until [ -e mirrored.raw ]; do sleep 0.05; done
 printf 'command = sync\nsource = /nowhere/vm.raw\ndestination = /nowhere/copy.raw\n' >/etc/dsync/bad.conf
-! neighbour run bad
-code=0; neighbour status --check || code=$?
+! $theirs run bad
+code=0; $theirs status --check || code=$?
 [ $code = 1 ]
 
 code=0; "$DSYNC" status --check || code=$?
