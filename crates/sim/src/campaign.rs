@@ -120,9 +120,7 @@ fn is_full(error: &ReplicaError) -> bool {
 }
 
 fn adopts(error: &SyncError) -> bool {
-    let text = error.to_string();
-    // A source that is older than its record is another matter.
-    text.contains("--adopt") && !text.contains("--accept-source")
+    error.to_string().contains("--adopt")
 }
 
 impl Run {
@@ -1077,7 +1075,6 @@ impl Run {
             let known = self.world.replicas[which].clone();
             let mut options = self.world.options(None);
             options.adopt = (known.touched || known.adopting) && last.contains("--adopt");
-            options.accept_source = last.contains("--accept-source");
             if known.tainted {
                 options.method = Some(Method::Compare);
             }

@@ -497,7 +497,9 @@ impl Source {
             (Some(why), _) => Verdict::Lost(why.into()),
             (None, None) => Verdict::New,
             (None, Some(stamp)) => match stamp.verdict(identity, &backing.boot(), last_write, trust_device) {
-                Verdict::Lost(why) => Verdict::Lost(stamp.other(identity, served.last()).unwrap_or(why)),
+                Verdict::Lost(why) => {
+                    Verdict::Lost(stamp.other(identity, &backing.boot(), served.last()).unwrap_or(why))
+                }
                 verdict => verdict,
             },
         };
@@ -987,10 +989,11 @@ impl Source {
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
         let doubted = self.doubted().0.filter(|why| epochs.spared.as_ref() != Some(why));
-        let other = || epochs.stamp.other(&identity, self.disk.last_write()).unwrap_or(REPLACED.into());
+        let (boot, wrote) = (self.backing.boot(), self.disk.last_write());
+        let other = || epochs.stamp.other(&identity, &boot, wrote).unwrap_or(REPLACED.into());
         let lost = if replaced { Some(other()) } else { doubted };
         let epoch = epochs.history.last().map_or(0, |e| e.number);
-        let boot = self.backing.boot().id;
+        let boot = boot.id.clone();
         let larger = epochs.stamp.larger;
         let written = self.backing.written();
         // Of a disk that was resized meanwhile it has other blocks when it is opened.

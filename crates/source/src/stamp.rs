@@ -146,7 +146,7 @@ impl ImageStamp {
 
     /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
     /// was written to last through its server, in nanoseconds since 1970. Of a device nothing tells.
-    pub(crate) fn other(&self, now: &Identity, wrote: u64) -> Option<String> {
+    pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64) -> Option<String> {
         if !self.served || now.is_block() || self.lost.is_some() {
             return None;
         }
@@ -154,10 +154,11 @@ impl ImageStamp {
         let moved = (then.kind, then.ino) != (now.kind, now.ino);
         let (recorded, older) = match self.clean {
             true => (then.mtime_ns, now.mtime_ns < then.mtime_ns || now.ctime_ns < then.ctime_ns),
-            // Unless the clock was set back.
+            // Unless the clock was set back. A power cut takes the times that were not durable when the disk was opened.
             false => {
                 let set_back = now.ctime_ns < self.durable && wrote as i64 >= self.durable;
-                (then.mtime_ns.max(wrote as i64), set_back || now.mtime_ns < then.mtime_ns)
+                let before = boot.life(&self.boot) == Life::This && now.mtime_ns < then.mtime_ns;
+                (then.mtime_ns.max(wrote as i64), set_back || before)
             }
         };
         // A copy that took its times along has what it had.
@@ -338,11 +339,12 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let now = device::identity(file.path()).unwrap();
         let (stamped, hour) = (now.ctime_ns, 3_600_000_000_000);
+        let boot = Boot { id: "this one".into(), began: 0 };
         let stamp = |clean, identity: &Identity| ImageStamp {
             clean,
             lost: None,
             identity: identity.clone(),
-            boot: String::new(),
+            boot: boot.id.clone(),
             epoch: 1,
             larger: None,
             written: None,
@@ -353,7 +355,7 @@ mod tests {
         let at = |time| Identity { mtime_ns: time, ctime_ns: time, ..now.clone() };
         let moved = |time| Identity { ino: now.ino + 1, ..at(time) };
         for clean in [true, false] {
-            let other = |then: &Identity| stamp(clean, then).other(&now, then.ctime_ns as u64);
+            let other = |then: &Identity| stamp(clean, then).other(&now, &boot, then.ctime_ns as u64);
             // What was written since, and what was copied with its times.
             assert_eq!(other(&at(stamped)), None, "{clean}");
             assert_eq!(other(&at(stamped - hour)), None, "{clean}");
@@ -363,14 +365,19 @@ mod tests {
                 let why = other(&then).unwrap();
                 assert!(is_other(&why) && why.contains("3 h before what was recorded"), "{why}");
                 // A dump, and what is said already.
-                assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, 0), None);
+                assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
                 let lost = Some(String::new());
-                assert_eq!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, 0), None);
+                assert_eq!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
             }
         }
         // A clock that was set back while the disk was served.
         let ahead = Identity { ctime_ns: stamped + hour, ..now.clone() };
-        assert_eq!(stamp(false, &ahead).other(&now, stamped as u64), None);
+        assert_eq!(stamp(false, &ahead).other(&now, &boot, stamped as u64), None);
+        // Times that were not durable yet when the power went.
+        let later = Boot { id: "another".into(), began: u64::MAX };
+        let opened = ImageStamp { durable: stamped, ..stamp(false, &at(stamped + hour)) };
+        assert_eq!(opened.other(&now, &later, (stamped + hour) as u64), None);
+        assert!(opened.other(&now, &boot, (stamped + hour) as u64).is_some());
     }
 
     /// After a power cut nothing of the new boot is an own write, however late the note of the last one may be.
