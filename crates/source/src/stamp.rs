@@ -270,24 +270,29 @@ fn span(seconds: i64) -> String {
 mod tests {
     use super::*;
 
-    #[test]
-    fn after_a_kill_the_image_is_no_older_than_it_was_seen() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let now = device::identity(file.path()).unwrap();
-        let changed = now.ctime_ns as u64;
-        let boot = Boot { id: "this one".into(), began: 0 };
-        let stamp = |ctime_ns| ImageStamp {
+    /// Of a disk that was served in this boot when it was opened.
+    fn unclean(identity: Identity, boot: &str) -> ImageStamp {
+        ImageStamp {
             clean: false,
             lost: None,
-            identity: Identity { ctime_ns, ..now.clone() },
-            boot: boot.id.clone(),
+            identity,
+            boot: boot.into(),
             epoch: 1,
             larger: None,
             written: None,
             marked: None,
             durable: 0,
             served: true,
-        };
+        }
+    }
+
+    #[test]
+    fn after_a_kill_the_image_is_no_older_than_it_was_seen() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let changed = now.ctime_ns as u64;
+        let boot = Boot { id: "this one".into(), began: 0 };
+        let stamp = |ctime_ns| unclean(Identity { ctime_ns, ..now.clone() }, &boot.id);
         let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false, written: None };
         let trusted = Verdict::Trusted { power_lost: false };
         assert_eq!(stamp(1).verdict(&now, &boot, last(changed), false), trusted);
@@ -315,18 +320,8 @@ mod tests {
         let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
         for (opened, life) in [(1, "this one"), (1, "an earlier one"), (now.ctime_ns, "an earlier one")] {
             let verdict = |durable| {
-                let stamp = ImageStamp {
-                    clean: false,
-                    lost: None,
-                    identity: Identity { ctime_ns: opened, ..now.clone() },
-                    boot: life.into(),
-                    epoch: 1,
-                    larger: None,
-                    written: None,
-                    marked: None,
-                    durable,
-                    served: true,
-                };
+                let opened = Identity { ctime_ns: opened, ..now.clone() };
+                let stamp = ImageStamp { durable, ..unclean(opened, life) };
                 stamp.verdict(&now, &boot, last, false)
             };
             assert!(matches!(verdict(now.ctime_ns), Verdict::Trusted { .. }), "{life}");
@@ -342,15 +337,8 @@ mod tests {
         let boot = Boot { id: "this one".into(), began: 0 };
         let stamp = |clean, identity: &Identity| ImageStamp {
             clean,
-            lost: None,
-            identity: identity.clone(),
-            boot: boot.id.clone(),
-            epoch: 1,
-            larger: None,
-            written: None,
-            marked: None,
             durable: if clean { 0 } else { identity.ctime_ns },
-            served: true,
+            ..unclean(identity.clone(), &boot.id)
         };
         let at = |time| Identity { mtime_ns: time, ctime_ns: time, ..now.clone() };
         let moved = |time| Identity { ino: now.ino + 1, ..at(time) };
@@ -387,18 +375,7 @@ mod tests {
         let now = device::identity(file.path()).unwrap();
         let changed = now.ctime_ns as u64;
         let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
-        let stamp = ImageStamp {
-            clean: false,
-            lost: None,
-            identity: Identity { ctime_ns: 1, ..now.clone() },
-            boot: "an earlier one".into(),
-            epoch: 1,
-            larger: None,
-            written: None,
-            marked: None,
-            durable: 0,
-            served: true,
-        };
+        let stamp = unclean(Identity { ctime_ns: 1, ..now.clone() }, "an earlier one");
         let verdict = |began| stamp.verdict(&now, &Boot { id: "this one".into(), began }, last, false);
         assert_eq!(verdict(changed + 1), Verdict::Trusted { power_lost: true });
         assert!(matches!(verdict(changed), Verdict::Lost(why) if why.contains("after the power cut")));
