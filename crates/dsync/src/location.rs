@@ -186,7 +186,7 @@ fn split_host(text: &str) -> Result<Option<(String, &str)>, String> {
         Some((user, rest)) if !user.contains(':') => (format!("{user}@"), rest),
         _ => (String::new(), place),
     };
-    let start = text.find(address).unwrap_or_default();
+    let start = user.len();
     if let Some((host, rest)) = address.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         if rest.starts_with(':') {
             let path = &text[start + host.len() + 3..];
