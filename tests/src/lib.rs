@@ -26,8 +26,9 @@ pub mod records;
 pub mod run;
 pub mod scene;
 pub mod site;
+pub mod tracked;
 
-pub use promtool::promtool;
+pub use promtool::{promtool, sample};
 pub use run::{Background, Output, Run};
 pub use scene::Scene;
 pub use site::{Server, Site};

@@ -1,4 +1,4 @@
-//! Prometheus' own checks of metrics and rules.
+//! Metrics as Prometheus reads them, and its own checks of these and of rules.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,4 +13,16 @@ pub fn promtool(what: &str) -> Option<PathBuf> {
         false => Err(format!("no promtool ({})", output.stderr.trim())),
     };
     got(found.as_ref().map(drop), what).then(|| found.ok())?
+}
+
+/// The value of the one sample of a metric with these labels; `None` if there is none.
+pub fn sample(text: &str, name: &str, labels: &[&str]) -> Option<f64> {
+    let is_it = |line: &&str| {
+        line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']))
+            && labels.iter().all(|label| line.contains(label))
+    };
+    let mut found = text.lines().filter(is_it);
+    let value = found.next()?.rsplit(' ').next()?.parse().ok();
+    assert!(found.next().is_none(), "two samples of {name} {labels:?} in {text}");
+    value
 }

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::{Attached, Loop, Mount};
+use dsync_tests::mount::{Attached, Mount};
 use dsync_tests::scene::number;
-use dsync_tests::{Background, Run, Scene, Site, got, need, need_root, repository, skipped, until};
+use dsync_tests::tracked::Tracked;
+use dsync_tests::{Background, Run, Scene, Site, need, need_root, repository, skipped, until};
 use rustix::process::Signal;
 
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -114,46 +115,22 @@ fn a_hook_that_fails_ends_the_sync_before_the_cut() {
 #[test]
 fn a_hook_writes_before_the_freeze() {
     let what = "a hook around a freeze";
-    if !need_root(what) || !need(&["losetup", "mkfs.ext4"], what) {
-        return;
-    }
-    let site = Site::new();
-    let disk = site.image("disk.raw", 64 * MIB);
-    Run::new("mkfs.ext4").arg("-q").arg(&disk).ok();
-    let Some(device) = Loop::new(&disk) else { return skipped(what, "loop devices are not allowed here") };
-    let path = device.device().to_path_buf();
-    let added = site.dsync(["track", "add"]).arg(&path).output();
-    let _untrack = Untrack(&site, &path);
-    if !got(if added.status.success() { Ok(()) } else { Err(added.stderr) }, what) {
-        return;
-    }
-    let place = site.path("mounted");
-    let Some(_mount) = Mount::new(&[], &path, &place) else {
-        return skipped(what, "mounts are not allowed here");
-    };
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, path, place) = (&tracked.site, tracked.device(), &tracked.place);
     let copy = site.path("copy.raw");
     let hook = script(
-        &site,
+        site,
         &format!(
             "read w; echo held-by-the-hook > {0}/marker; echo ready; read w; echo $w > {0}/after; read w",
             place.display()
         ),
     );
-    let summary = site.sync(&path, &copy, &["--freeze", "require", "--hook", &hook]).ok().summary();
+    let summary = site.sync(path, &copy, &["--freeze", "require", "--hook", &hook]).ok().summary();
     assert!(summary["freeze_ms"].is_u64(), "{summary}");
     let content = std::fs::read(&copy).expect("a copy");
     let found = content.windows(16).any(|window| window == b"held-by-the-hook");
     assert!(found, "what the hook wrote is not in the copy");
     assert_eq!(std::fs::read_to_string(place.join("after")).expect("a word"), "cut\n", "thawed by then");
-}
-
-/// Ends the tracking of a disk.
-struct Untrack<'a>(&'a Site, &'a Path);
-
-impl Drop for Untrack<'_> {
-    fn drop(&mut self) {
-        self.0.dsync(["track", "remove"]).arg(self.1).output();
-    }
 }
 
 #[test]

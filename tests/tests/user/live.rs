@@ -6,58 +6,14 @@ use std::time::{Duration, Instant};
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::number;
 use dsync_tests::site::binary;
-use dsync_tests::{Random, Run, Site, got, need, need_root, repository, rounds, say, until};
+use dsync_tests::tracked::{Tracked, Untrack};
+use dsync_tests::{Random, Run, Site, got, need, repository, rounds, say, until};
 
 const MIB: u64 = 1 << 20;
 
 /// A database in which a lost or a torn commit shows.
 fn database(action: &str) -> Run {
     Run::new("/usr/bin/python3").arg(repository().join("tests/chain.py")).arg(action)
-}
-
-/// A loop device that dsync tracks, an ext4 file system on it mounted. The fields are let go in this order.
-struct Tracked {
-    _mount: Mount,
-    device: Loop,
-    place: PathBuf,
-    site: Site,
-}
-
-impl Tracked {
-    fn new(what: &str, size: u64) -> Option<Tracked> {
-        if !need_root(what) || !need(&["mkfs.ext4", "losetup", "e2fsck"], what) {
-            return None;
-        }
-        let site = Site::new();
-        let image = site.image("disk.raw", size);
-        let device = Loop::new(&image);
-        if !got(device.as_ref().ok_or("there is no free loop device"), what) {
-            return None;
-        }
-        let device = device?;
-        // The last MiB is nobody's.
-        let blocks = format!("{}k", (size - MIB) >> 10);
-        Run::new("mkfs.ext4").arg("-q").arg(device.device()).arg(blocks).ok();
-        let place = site.path("mount");
-        let mount = Mount::new(&[], device.device(), &place);
-        if !got(mount.as_ref().ok_or("mounting is not allowed"), what) {
-            return None;
-        }
-        let tracked = Tracked { _mount: mount?, device, place, site };
-        let added = tracked.site.dsync(["track", "add"]).arg(tracked.device.device()).output();
-        let can = if added.status.success() { Ok(()) } else { Err(added.stderr) };
-        got(can, what).then_some(tracked)
-    }
-
-    fn device(&self) -> &Path {
-        self.device.device()
-    }
-}
-
-impl Drop for Tracked {
-    fn drop(&mut self) {
-        self.site.dsync(["track", "remove"]).arg(self.device.device()).output();
-    }
 }
 
 /// A replica's file system, mounted. It is a copy of the copy: what is mounted is written to.
@@ -478,15 +434,6 @@ fn two_first_syncs_at_once_agree_on_what_the_disk_is() {
         let folders = std::fs::read_dir(site.state().join("sources")).expect("the sources").flatten();
         assert_eq!(folders.filter(|e| e.path().is_dir()).count(), 1, "one disk became two sources");
         std::fs::remove_dir_all(site.state()).expect("the state");
-    }
-}
-
-/// Stops to track a disk at the end of a test, however that ends.
-struct Untrack<'a>(&'a Site, &'a Path);
-
-impl Drop for Untrack<'_> {
-    fn drop(&mut self) {
-        self.0.dsync(["track", "remove"]).arg(self.1).output();
     }
 }
 

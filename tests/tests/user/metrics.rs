@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::{Loop, Mount};
-use dsync_tests::{Run, Scene, Site, got, need, need_root, promtool, repository, skipped, until};
+use dsync_tests::tracked::Tracked;
+use dsync_tests::{Run, Scene, Site, promtool, repository, sample, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -24,18 +24,6 @@ fn get(mut to: impl Read + Write) -> String {
     let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
     assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains("version=0.0.4"), "{head}");
     body.to_owned()
-}
-
-/// The value of the one sample of a metric with these labels; `None` if there is none.
-fn sample(text: &str, name: &str, labels: &[&str]) -> Option<f64> {
-    let is_it = |line: &&str| {
-        line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']))
-            && labels.iter().all(|label| line.contains(label))
-    };
-    let mut found = text.lines().filter(is_it);
-    let value = found.next()?.rsplit(' ').next()?.parse().ok();
-    assert!(found.next().is_none(), "two samples of {name} {labels:?} in {text}");
-    value
 }
 
 /// The metrics that the manual describes.
@@ -215,39 +203,16 @@ fn each_metric_moves_with_what_it_measures() {
 #[test]
 fn a_freeze_is_measured() {
     let what = "the metric of a freeze";
-    if !need_root(what) || !need(&["losetup", "mkfs.ext4"], what) {
-        return;
-    }
-    let site = Site::new();
-    let disk = site.image("disk.raw", 64 * MIB);
-    Run::new("mkfs.ext4").arg("-q").arg(&disk).ok();
-    let Some(device) = Loop::new(&disk) else { return skipped(what, "loop devices are not allowed here") };
-    let path = device.device().to_path_buf();
-    let added = site.dsync(["track", "add"]).arg(&path).output();
-    let _untrack = Untrack(&site, &path);
-    if !got(if added.status.success() { Ok(()) } else { Err(added.stderr) }, what) {
-        return;
-    }
-    let Some(_mount) = Mount::new(&[], &path, &site.path("mounted")) else {
-        return skipped(what, "mounts are not allowed here");
-    };
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, path) = (&tracked.site, tracked.device());
     let freeze = || {
         let text = site.dsync(["status", "--prometheus"]).output().text();
         sample(&text, "dsync_replica_freeze_seconds", &[])
     };
     let copy = site.path("copy.raw");
     assert_eq!(freeze(), None);
-    let ms = site.sync(&path, &copy, &["--freeze", "require"]).ok().summary()["freeze_ms"].as_f64();
+    let ms = site.sync(path, &copy, &["--freeze", "require"]).ok().summary()["freeze_ms"].as_f64();
     assert_eq!(freeze(), Some(ms.expect("a freeze") / 1000.0));
-}
-
-/// Ends the tracking of a disk.
-struct Untrack<'a>(&'a Site, &'a Path);
-
-impl Drop for Untrack<'_> {
-    fn drop(&mut self) {
-        self.0.dsync(["track", "remove"]).arg(self.1).output();
-    }
 }
 
 /// The text without what moves by itself.

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Loop, Worn};
-use dsync_tests::{Run, Scene, Site, got, need, need_root, promtool, skipped};
+use dsync_tests::tracked::Untrack;
+use dsync_tests::{Run, Scene, Site, got, need, need_root, promtool, sample, skipped};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -557,15 +558,6 @@ fn a_tracked_disk_that_lost_its_record_is_reported() {
     assert!(!check().contains(&told), "{}", check());
 }
 
-/// Ends the tracking of a disk.
-struct Untrack<'a>(&'a Site, &'a Path);
-
-impl Drop for Untrack<'_> {
-    fn drop(&mut self) {
-        self.0.dsync(["track", "remove"]).arg(self.1).output();
-    }
-}
-
 /// All files of a site, with their content.
 fn files(folder: &Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
     let mut found = Vec::new();
@@ -625,18 +617,6 @@ fn a_monitor_changes_nothing_and_is_never_in_the_way() {
     slow.kill();
     scene.sync(&[]).ok();
     scene.equal();
-}
-
-/// The value of a sample; `None` if there is none.
-fn sample(text: &str, name: &str, labels: &[&str]) -> Option<f64> {
-    let is_it = |line: &&str| {
-        line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']))
-            && labels.iter().all(|label| line.contains(label))
-    };
-    let mut found = text.lines().filter(is_it);
-    let value = found.next()?.rsplit(' ').next()?.parse().ok();
-    assert!(found.next().is_none(), "two samples of {name} {labels:?} in {text}");
-    value
 }
 
 #[test]
