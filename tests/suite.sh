@@ -3,7 +3,8 @@
 set -u
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
-target=${CARGO_TARGET_DIR:-$PWD/target}
+# Tests run in other folders.
+target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 began=$(date +%s)
 DSYNC_TEST_TIMES=$target/test-times
 export DSYNC_TEST_TIMES
