@@ -1,7 +1,7 @@
 //! What tests that were killed have left on the machine: processes, mounts, loop devices, pinned trackers, folders. The next run removes it.
 //!
-//! All of it bears the name of its test's process, `dsync-test-PID-`, in a path. What belongs to a process that lives, and whatever has
-//! no such name, is not touched.
+//! All of it bears the name of its test's process, `dsync-test-NAMESPACE.PID-`, in a path. What belongs to a process that lives, or to one of
+//! another container on this machine, and what has no such name, is not touched.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -19,7 +19,13 @@ const BPFFS: &str = "/sys/fs/bpf";
 
 /// How the names of all that this process makes begin.
 pub fn name() -> String {
-    format!("{NAME}{}-", std::process::id())
+    format!("{NAME}{}.{}-", namespace(), std::process::id())
+}
+
+/// The namespace in which a process's number is its own; 0 where that is not known.
+fn namespace() -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
 }
 
 /// A folder below which trackers are pinned for one site of this process, by its number. It need not exist. Its file system is mounted, for
@@ -48,7 +54,12 @@ pub fn unpin(folder: &Path) {
 
 /// True if this text names something of a test's process that is gone.
 fn is_left(text: &str) -> bool {
-    let owner = |rest: &str| rest.split('-').next().and_then(|number| number.parse::<u32>().ok());
+    let here = namespace();
+    let owner = |rest: &str| {
+        let (namespace, owner) = rest.split('-').next()?.split_once('.')?;
+        let owner = owner.parse::<u32>().ok()?;
+        (namespace.parse() == Ok(here)).then_some(owner)
+    };
     text.split(NAME)
         .skip(1)
         .filter_map(owner)
@@ -118,18 +129,23 @@ fn folders(place: &Path) {
 mod tests {
     use super::*;
 
+    /// A name of a process that is gone: none has a number above the kernel's bound.
+    fn gone() -> String {
+        format!("{NAME}{}.4194305-abc", namespace())
+    }
+
     #[test]
     fn what_belongs_to_a_living_process_is_not_left() {
         assert!(!is_left(&format!("/x/{}abc/vm.raw", name())));
         assert!(!is_left("/x/dsync-test-/vm.raw") && !is_left("/x/dsync-tests/vm.raw") && !is_left(""));
-        // No process has a number above the kernel's bound.
-        assert!(is_left("/x/dsync-test-4194305-abc/vm.raw (deleted)"));
+        assert!(is_left(&format!("/x/{}/vm.raw (deleted)", gone())));
+        assert!(!is_left("/x/dsync-test-1.4194305-abc/vm.raw"), "of another container");
     }
 
     #[test]
     fn what_a_killed_test_has_left_is_removed() {
         let place = crate::on_disk();
-        let left = place.path().join("dsync-test-4194305-abc");
+        let left = place.path().join(gone());
         let kept = place.path().join("dsync-test");
         fs::create_dir_all(left.join("state")).unwrap();
         fs::create_dir(&kept).unwrap();
@@ -151,9 +167,9 @@ mod tests {
         if let Some(device) = attached {
             let name = Path::new(&device).file_name().unwrap().to_owned();
             let image = fs::read_to_string(Path::new("/sys/block").join(name).join("loop/backing_file"));
-            assert!(!image.unwrap_or_default().contains("dsync-test-4194305"));
+            assert!(!image.unwrap_or_default().contains(&gone()));
         }
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
-        assert!(mounted.is_none() || !mounts.contains("dsync-test-4194305"));
+        assert!(mounted.is_none() || !mounts.contains(&gone()));
     }
 }
