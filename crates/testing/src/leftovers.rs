@@ -1,6 +1,6 @@
 //! What tests that were killed have left on the machine: processes, mounts, loop devices, pinned trackers, folders. The next run removes it.
 //!
-//! All of it bears the name of its test's process, `dsync-test-NAMESPACE.PID-`, in a path. What belongs to a process that lives, or to one of
+//! All of it bears the name of its test's process, `dsync-test-NAMESPACE_PID-`, in a path. What belongs to a process that lives, or to one of
 //! another container on this machine, and what has no such name, is not touched.
 
 use std::ffi::OsStr;
@@ -17,9 +17,9 @@ const NAME: &str = "dsync-test-";
 /// Where trackers are pinned.
 const BPFFS: &str = "/sys/fs/bpf";
 
-/// How the names of all that this process makes begin.
+/// How the names of all that this process makes begin. A BPF file system allows no dot in them.
 pub fn name() -> String {
-    format!("{NAME}{}.{}-", namespace(), std::process::id())
+    format!("{NAME}{}_{}-", namespace(), std::process::id())
 }
 
 /// The namespace in which a process's number is its own; 0 where that is not known.
@@ -56,7 +56,7 @@ pub fn unpin(folder: &Path) {
 fn is_left(text: &str) -> bool {
     let here = namespace();
     let owner = |rest: &str| {
-        let (namespace, owner) = rest.split('-').next()?.split_once('.')?;
+        let (namespace, owner) = rest.split('-').next()?.split_once('_')?;
         let owner = owner.parse::<u32>().ok()?;
         (namespace.parse() == Ok(here)).then_some(owner)
     };
@@ -131,7 +131,7 @@ mod tests {
 
     /// A name of a process that is gone: none has a number above the kernel's bound.
     fn gone() -> String {
-        format!("{NAME}{}.4194305-abc", namespace())
+        format!("{NAME}{}_4194305-abc", namespace())
     }
 
     #[test]
@@ -139,7 +139,7 @@ mod tests {
         assert!(!is_left(&format!("/x/{}abc/vm.raw", name())));
         assert!(!is_left("/x/dsync-test-/vm.raw") && !is_left("/x/dsync-tests/vm.raw") && !is_left(""));
         assert!(is_left(&format!("/x/{}/vm.raw (deleted)", gone())));
-        assert!(!is_left("/x/dsync-test-1.4194305-abc/vm.raw"), "of another container");
+        assert!(!is_left("/x/dsync-test-1_4194305-abc/vm.raw"), "of another container");
     }
 
     #[test]

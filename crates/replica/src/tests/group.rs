@@ -430,13 +430,15 @@ fn an_intent_that_could_not_be_read_again_is_not_written() {
         (path.into(), Member::at(Uuid::from_u128(number), cut(1)))
     };
     let intent = |members: u128| Intent::new("db", cut(1), (0..members).map(member).collect());
-    intent(200).store(&folder).unwrap();
+    // The moment of its making is in it.
+    let stored = intent(200);
+    stored.store(&folder).unwrap();
     let refused = intent(300).store(&folder);
     assert!(
         matches!(&refused, Err(ReplicaError::Refused(why)) if why.contains("shorter path")),
         "{refused:?}"
     );
-    assert_eq!(Intent::read(&folder).unwrap(), Some(intent(200)));
+    assert_eq!(Intent::read(&folder).unwrap(), Some(stored));
 }
 
 /// The first delta of a member makes it one: that must not take the room in which its lineage is to say that it was merged.
