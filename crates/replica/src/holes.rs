@@ -187,6 +187,8 @@ impl Replica {
 mod tests {
     use std::os::unix::fs::MetadataExt;
 
+    use testing::faulty::{FaultyDisk, Outage, Power};
+
     use super::*;
 
     /// 64 KiB, of which the pages 2, 3 and 8 hold data.
@@ -227,6 +229,17 @@ mod tests {
         let mut page = [0; 4096];
         disk.read_at(5 << 12, &mut page).unwrap();
         assert_eq!(page, [7; 4096]);
+    }
+
+    /// After a power cut in the midst of a merge, what was reserved may be all the room that there is.
+    #[test]
+    fn what_was_reserved_is_made_durable() {
+        let temp = testing::on_disk();
+        let power = Power::new(Outage::PowerCut);
+        let disk: Arc<dyn Disk> = Arc::new(FaultyDisk::new(&power, sparse(temp.path()).1));
+        let mut holes = Holes { known: u64::MAX, ..Holes::new(disk) };
+        holes.records(&[data(0, 1)]).unwrap();
+        assert_eq!((holes.reserve().unwrap(), power.syncs()), (None, 1));
     }
 
     #[test]

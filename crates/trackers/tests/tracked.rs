@@ -128,6 +128,48 @@ fn a_power_cut_makes_the_active_regions_dirty_and_no_others() {
     assert_eq!(runs, [0..1, 2 * per_region..3 * per_region]);
 }
 
+/// What an opening takes over from earlier records is durable before these go: another power cut right after it loses nothing.
+#[test]
+fn what_an_opening_took_over_outlives_the_next_power_cut() {
+    let temp = tempfile::tempdir().unwrap();
+    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(4 * Settings::REGION));
+    let lose_power = |power: &Power| power.crash(Keep::KeepAll, Keep::LoseUnsynced, 0).unwrap();
+    for life in 0..3 {
+        let power = Power::new(Outage::PowerCut);
+        let folder: Arc<dyn Folder> = Arc::new(FaultyFolder::new(&power, temp.path()).unwrap());
+        let disk = TrackedDisk::open(ram.clone(), folder, settings(), 0, true, life > 0).unwrap();
+        if life == 0 {
+            disk.write_at(5 * BLOCK, &[1; 8]).unwrap();
+            disk.sweep(0).unwrap();
+        }
+        assert_eq!((blocks(&disk.dirty()), disk.active_regions().0), (vec![5], 0), "in life {life}");
+        drop(disk);
+        lose_power(&power);
+    }
+}
+
+/// The first write after a rest looks before it leaves a note of its own, which would hide that others have written.
+#[test]
+fn a_foreign_write_before_the_first_own_one_is_counted() {
+    for others in [false, true] {
+        let (_temp, folder) = scratch();
+        let changed = Arc::new(AtomicU64::new(7));
+        let disk = open(Arc::new(RamDisk::new(1 << 20)), &folder, 0);
+        let (seen, written) = (changed.clone(), changed.clone());
+        disk.watch(move || Some(seen.load(SeqCst)));
+        disk.write_at(0, &[1; 8]).unwrap();
+        disk.look(|| Some(changed.load(SeqCst))).unwrap();
+        if others {
+            written.store(8, SeqCst);
+        }
+        disk.write_at(BLOCK, &[1; 8]).unwrap();
+        // Own writes move it as well.
+        written.store(9, SeqCst);
+        disk.look(|| Some(changed.load(SeqCst))).unwrap();
+        assert_eq!(disk.foreign().is_some(), others);
+    }
+}
+
 #[test]
 fn growth_is_marked_and_shrinking_refused() {
     let (_temp, folder) = scratch();

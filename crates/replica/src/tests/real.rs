@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-use device::{Boot, Clock, Disk};
+use device::{Boot, Clock, Dir, Disk};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use testing::{Loop, Mount, on_disk, run, skipped};
 
@@ -160,11 +160,11 @@ fn one_process_at_a_time() {
     open(&path).unwrap();
 }
 
-/// A file whose writer can be killed.
+/// A destination whose writer can be killed.
 struct Frail {
-    destination: FileDestination,
+    destination: Box<dyn Destination>,
     power: Power,
-    /// Somebody else writes before the file is made durable.
+    /// Somebody else writes before it is made durable.
     meddled: Arc<AtomicBool>,
 }
 
@@ -176,10 +176,13 @@ impl Destination for Frail {
         self.destination.boot()
     }
     fn is_device(&self) -> bool {
-        false
+        self.destination.is_device()
     }
     fn stamp(&self, name: Name) -> std::io::Result<Option<Stamp>> {
         self.destination.stamp(name)
+    }
+    fn glance(&self) -> std::io::Result<Option<Stamp>> {
+        self.destination.glance()
     }
     fn settle(&self) -> std::io::Result<Stamp> {
         if self.meddled.swap(false, SeqCst) {
@@ -219,7 +222,8 @@ fn open_frail(path: &Path, power: &Power, began: Option<u64>) -> crate::Result<R
 fn open_frail_with(path: &Path, power: &Power, options: &Options) -> crate::Result<Replica> {
     let destination = FileDestination::new(path.to_path_buf()).unwrap();
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
-    let destination = Frail { destination, power: power.clone(), meddled: Arc::default() };
+    let destination =
+        Frail { destination: Box::new(destination), power: power.clone(), meddled: Arc::default() };
     Replica::begin(Box::new(destination), Box::new(folder), options)
 }
 
@@ -234,7 +238,8 @@ fn open_meddled(
         destination.boot = Boot { id: "the next".into(), began };
     }
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
-    let destination = Frail { destination, power: power.clone(), meddled: meddled.clone() };
+    let destination =
+        Frail { destination: Box::new(destination), power: power.clone(), meddled: meddled.clone() };
     let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &Options::default())?;
     replica.save_every(40 * BLOCK);
     Ok(replica)
@@ -608,19 +613,23 @@ fn meddle(disk: &Loop, durably: bool) {
     }
 }
 
+/// A delta to this epoch from the one before with nothing that is made zero, for which the kernel may count more.
+fn data_alone(source: &Source, to: usize) -> Vec<u8> {
+    let has_data = |block: &u64| {
+        let place = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
+        source.images[to][place].iter().any(|byte| *byte != 0)
+    };
+    let blocks = source.changed(to - 1, to).into_iter().filter(has_data).collect();
+    source.encode(&source.header(to - 1, to, delta::Method::Tracked), to, &blocks)
+}
+
 /// While a delta comes and is merged, somebody writes to the device: to the disk at once, or to the system's memory, from which
 /// it goes to the disk much later.
 #[test]
 fn a_foreign_write_to_a_device_in_the_midst_of_a_delta_is_noticed() {
     let _alone = alone();
     let source = batches::source();
-    // Nothing that is made zero, for which the kernel may count more.
-    let has_data = |block: &u64| {
-        let place = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
-        source.images[1][place].iter().any(|byte| *byte != 0)
-    };
-    let blocks = source.changed(0, 1).into_iter().filter(has_data).collect();
-    let delta = source.encode(&source.header(0, 1, delta::Method::Tracked), 1, &blocks);
+    let delta = data_alone(&source, 1);
     for (commit, durably, goes_on) in [
         (Commit::Journal, false, true),
         (Commit::Journal, true, true),
@@ -647,6 +656,26 @@ fn a_foreign_write_to_a_device_in_the_midst_of_a_delta_is_noticed() {
         let opened = Replica::open(disk.device(), &options).err();
         assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{what}, opened anew: {opened:?}");
     }
+}
+
+/// A device is flushed at the end of a commit, and somebody writes while that takes its time: the stamp that is stored is not theirs.
+#[test]
+fn a_foreign_write_to_a_device_during_the_flush_of_a_commit_is_noticed() {
+    let _alone = alone();
+    let source = batches::source();
+    let Some((temp, disk, options)) = on_device(&source) else { return };
+    for (to, meddles) in [(1, false), (2, true)] {
+        let destination = Box::new(DeviceDestination::new(disk.device().to_path_buf()).unwrap());
+        let meddled = Arc::new(AtomicBool::new(meddles));
+        let destination = Frail { destination, power: Power::new(Outage::Kill), meddled: meddled.clone() };
+        let folder = Dir::open(&temp.path().join("state")).unwrap();
+        let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &options).unwrap();
+        let merged = merge(&mut replica, &data_alone(&source, to), Commit::Journal);
+        assert!(!meddled.load(SeqCst), "it is flushed");
+        assert_eq!(matches!(merged, Err(ReplicaError::Changed { .. })), meddles, "{merged:?}");
+    }
+    let opened = Replica::open(disk.device(), &options).err();
+    assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
 }
 
 /// The same between two batches of a mirror.
