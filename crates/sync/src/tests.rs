@@ -16,6 +16,7 @@ use crate::messages::{
     CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, Status, TRAILER, expect,
     of_digest_report, of_unit,
 };
+use crate::plan::Knowledge;
 use crate::{Commit, SyncOptions, VerifyOptions, push, receive, verify};
 
 const MIB: u64 = 1 << 20;
@@ -216,6 +217,22 @@ fn what_the_other_side_says_does_nothing_to_a_terminal() {
     let error = Status::hear(&hears).map(drop).unwrap_err().to_string();
     assert!(!error.contains(char::is_control), "{error:?}");
     drop(receiver);
+}
+
+/// A step to an epoch of which the source knows nothing was left off: no record of the source has what it brought.
+#[test]
+fn what_an_unknown_epoch_brought_is_compared() {
+    let place = Place::new();
+    let handle = place.source();
+    let epoch = handle.name_checkpoint("here", None).unwrap();
+    let knowledge = |toward| {
+        let replica = replica::Status { toward, ..replica::Status::at(handle.about().uuid, epoch, SIZE) };
+        let status = Status { replica, ..status(handle.about().uuid) };
+        crate::facts::facts(&handle, &status, "/replica", &SyncOptions::default()).unwrap().history
+    };
+    assert!(matches!(knowledge(None), Knowledge::Known) && matches!(knowledge(Some(epoch)), Knowledge::Known));
+    let unknown = Epoch { number: epoch.number + 1, id: Uuid::from_u128(9) };
+    assert!(matches!(knowledge(Some(unknown)), Knowledge::Lost(_)));
 }
 
 #[test]
