@@ -39,6 +39,16 @@ impl Clock {
     pub fn tick(&self) -> u64 {
         self.tick
     }
+
+    /// Nanoseconds within which two changes of a file may be stamped alike that was stamped so.
+    pub fn apart(&self, stamp: i64) -> u64 {
+        if self.tick == 0 { 0 } else { self.tick.max(grain(stamp) as u64) }
+    }
+
+    /// True if no change from now on is stamped so.
+    pub fn is_past(&self, stamp: i64) -> bool {
+        self.now().saturating_sub(stamp.max(0) as u64) > self.apart(stamp)
+    }
 }
 
 /// So many changes within one tick are stamped apart by no clock that ticks.

@@ -757,7 +757,8 @@ impl Source {
             epochs.stamp.identity.path.clone_from(&now.path);
         }
         // Asked again, under the check's own ordering: the identity above may be older than a write that has completed since.
-        Ok(self.disk.look(|| self.backing.identity().ok().as_ref().and_then(changed))?)
+        self.disk.look(|| self.backing.identity().ok().as_ref().and_then(changed))?;
+        Ok(())
     }
 
     /// A checkpoint, and what a follower had at its moment.
@@ -1041,12 +1042,10 @@ fn changed(identity: &Identity) -> Option<u64> {
 fn settled(backing: &dyn Backing) -> Result<Identity, SourceError> {
     let identity = backing.identity()?;
     let clock = backing.clock();
-    let apart = clock.tick().max(device::grain(identity.ctime_ns) as u64);
-    let passed = clock.now().saturating_sub(identity.ctime_ns.max(0) as u64) > apart;
-    if passed || identity.is_block() {
+    if identity.is_block() || clock.is_past(identity.ctime_ns) {
         return Ok(identity);
     }
-    std::thread::sleep(Duration::from_nanos(apart + clock.tick()));
+    std::thread::sleep(Duration::from_nanos(clock.apart(identity.ctime_ns) + clock.tick()));
     backing.identity()
 }
 
@@ -1054,7 +1053,7 @@ fn tend(disk: &TrackedDisk, backing: &dyn Backing, stop: &AtomicBool, every: Dur
     let (mut last, mut wrote, mut swept) = (0, Instant::now(), Instant::now());
     // Not in the first second, which may be the only one; after a failure not before the next sweep.
     let mut spare = false;
-    // One check soon after the last write, then one at each sweep. A failure is left to the next checkpoint.
+    // One check soon after the last write, as soon as it tells, then one at each sweep. A failure is left to the next checkpoint.
     let mut look = true;
     while !stop.load(SeqCst) {
         let busy = wrote.elapsed() < every;
@@ -1064,8 +1063,7 @@ fn tend(disk: &TrackedDisk, backing: &dyn Backing, stop: &AtomicBool, every: Dur
         if moved {
             (wrote, look) = (Instant::now(), true);
         } else if look {
-            look = false;
-            let _ = disk.look(|| backing.identity().ok().as_ref().and_then(changed));
+            look = disk.look(|| backing.identity().ok().as_ref().and_then(changed)).is_ok_and(|told| !told);
         }
         spare = spare && disk.prepare().is_ok();
         if swept.elapsed() >= every && !stop.load(SeqCst) {

@@ -226,7 +226,16 @@ impl ImageStamp {
         // An unclean stop: the last write to the image must have been our own. Its time is noted just before it goes
         // down, in memory that outlives the process but not the kernel.
         let changed = now.ctime_ns.max(0) as u64;
-        let untouched = self.identity.ctime_ns == now.ctime_ns;
+        // A time of whole seconds stands for all of its second.
+        let at_latest = changed.saturating_add(device::grain(now.ctime_ns) as u64 - 1);
+        let slack = match life {
+            Life::This if last.in_flight => Boot::DYING,
+            Life::This => 0,
+            _ => Boot::LATE,
+        };
+        let written = last.time.saturating_add(slack);
+        // A stamp that was taken within that second does not tell what came later in it.
+        let untouched = self.identity.ctime_ns == now.ctime_ns && (at_latest == changed || written < changed);
         if life == Life::This {
             // Not so after a power cut: then a file's time may be older than its content.
             if changed < last.seen {
@@ -234,17 +243,16 @@ impl ImageStamp {
                     "after its server was killed, the image was reset to an earlier state".into(),
                 );
             }
-            let grace = if last.in_flight { Boot::DYING } else { 0 };
             // The process saw others change the image, and the history has that gap: nothing has changed it since.
             let settled = changed == last.seen;
-            if untouched || settled || changed <= last.time.saturating_add(grace) {
+            if untouched || settled || at_latest <= written {
                 return Verdict::Trusted { power_lost: false };
             }
             return Verdict::Lost(
                 "after its server was killed, the image was changed by another program".into(),
             );
         }
-        if untouched || (changed <= last.time.saturating_add(Boot::LATE) && changed < boot.began) {
+        if untouched || (at_latest <= written && at_latest < boot.began) {
             return Verdict::Trusted { power_lost: true };
         }
         Verdict::Lost(match life {
@@ -308,6 +316,38 @@ mod tests {
         assert_eq!(stamp(1).verdict(&now, &boot, late(changed), false), trusted);
         let verdict = stamp(1).verdict(&now, &boot, late(changed - 1), false);
         assert!(matches!(&verdict, Verdict::Lost(why) if why.contains("another program")), "{verdict:?}");
+    }
+
+    /// A file system that stamps to the second stamps others' writes as own ones of the same second.
+    #[test]
+    fn a_time_of_whole_seconds_stands_for_its_second() {
+        const SECOND: u64 = 1_000_000_000;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // No even one, which could be of two seconds.
+        let changed = 1_700_000_001 * SECOND;
+        let now = Identity { ctime_ns: changed as i64, ..device::identity(file.path()).unwrap() };
+        let boot = Boot { id: "this one".into(), began: u64::MAX };
+        for life in [&boot.id, "an earlier one"] {
+            for (opened, time, seen, trusted) in [
+                (1, changed + SECOND / 2, 0, false),
+                (1, changed + SECOND, 0, true),
+                (1, changed + SECOND / 2, changed, true),
+                // An epoch or an opening has stamped it in that second; the latter before anything was written.
+                (now.ctime_ns, changed + SECOND / 2, 0, false),
+                (now.ctime_ns, 0, 0, true),
+            ] {
+                // After a power cut a note may be some seconds late.
+                let late = if life == boot.id { 0 } else { Boot::LATE };
+                let time = u64::saturating_sub(time, late);
+                let last = LastWrite { time, in_flight: false, seen, foreign: false, written: None };
+                let stamp = unclean(Identity { ctime_ns: opened, ..now.clone() }, life);
+                let verdict = stamp.verdict(&now, &boot, last, false);
+                let expected = trusted && (seen == 0 || life == boot.id);
+                if matches!(verdict, Verdict::Trusted { .. }) != expected {
+                    panic!("{life}, opened at {opened}, written at {time}, seen at {seen}: {verdict:?}");
+                }
+            }
+        }
     }
 
     /// A power cut may take what was not flushed, and nothing that an epoch has made durable.

@@ -230,7 +230,9 @@ fn what_an_unknown_epoch_brought_is_compared() {
         let status = Status { replica, ..status(handle.about().uuid) };
         crate::facts::facts(&handle, &status, "/replica", &SyncOptions::default()).unwrap().history
     };
-    assert!(matches!(knowledge(None), Knowledge::Known) && matches!(knowledge(Some(epoch)), Knowledge::Known));
+    assert!(
+        matches!(knowledge(None), Knowledge::Known) && matches!(knowledge(Some(epoch)), Knowledge::Known)
+    );
     let unknown = Epoch { number: epoch.number + 1, id: Uuid::from_u128(9) };
     assert!(matches!(knowledge(Some(unknown)), Knowledge::Lost(_)));
 }

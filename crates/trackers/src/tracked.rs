@@ -554,26 +554,31 @@ impl TrackedDisk {
     /// Checks whether another program has changed the image: its time of change moved although no write went through this disk since
     /// the last look. `changed` is asked for that time, in nanoseconds since 1970, and must look when it is called: an older
     /// answer makes one's own writes foreign. While writes come and go, nothing is seen.
-    pub fn look(&self, changed: impl FnOnce() -> Option<u64>) -> Result<(), TrackError> {
+    ///
+    /// False if it is too early: what others write next may be stamped with the time that the image bears already.
+    pub fn look(&self, changed: impl FnOnce() -> Option<u64>) -> Result<bool, TrackError> {
         let s = &self.shared;
         let mut looked = s.looked.lock().unwrap_or_else(|e| e.into_inner());
         let noted = s.served.last();
-        let Some(changed) = changed() else { return Ok(()) };
+        let Some(changed) = changed() else { return Ok(true) };
         // Before the gate is checked: a write that enters from now on waits for this check, and then checks first.
         s.at_rest.store(true, SeqCst);
         // In this order: a write in progress during the check is still inside the gate, or has left a note.
         if s.gate.is_busy() || s.served.last() != noted {
             s.at_rest.store(false, SeqCst);
-            return Ok(());
+            return Ok(true);
         }
-        let foreign = looked.is_some_and(|(then, was)| then == noted && was != changed);
-        *looked = Some((noted, changed));
-        if foreign {
+        if looked.is_some_and(|(then, was)| then == noted && was != changed) {
             s.served.doubt().map_err(self.failed("cannot record that the image was changed by others"))?;
         }
+        if !s.settings.clock.is_past(changed as i64) {
+            s.at_rest.store(false, SeqCst);
+            return Ok(false);
+        }
+        *looked = Some((noted, changed));
         // Last: after a kill, what was seen and not doubted is what it should be.
         s.served.see(changed);
-        Ok(())
+        Ok(true)
     }
 
     /// Sets the function for the image's time of change, for the first write after a rest. Later calls have no effect.

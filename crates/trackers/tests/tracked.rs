@@ -170,6 +170,25 @@ fn a_foreign_write_before_the_first_own_one_is_counted() {
     }
 }
 
+/// What others write next may bear the time that the image bears already: then a look has not told anything yet.
+#[test]
+fn a_look_tells_once_the_time_that_it_sees_is_past() {
+    const SECOND: u64 = 1_000_000_000;
+    let (_temp, folder) = scratch();
+    let disk = open(Arc::new(RamDisk::new(1 << 20)), &folder, 0);
+    let now = || device::Clock::system().now();
+    let whole = || now() / SECOND * SECOND;
+    let past = (whole() / SECOND / 2 * 2 - 3) * SECOND;
+    for (changed, tells) in [(whole(), false), (now(), false), (past, true), (now() - SECOND - 1, true)] {
+        assert_eq!(disk.look(|| Some(changed)).unwrap(), tells, "{changed} at {}", now());
+    }
+    // A foreign write is told at once.
+    disk.look(|| Some(past)).unwrap();
+    let before = disk.foreign();
+    assert!(!disk.look(|| Some(whole())).unwrap());
+    assert!(disk.foreign() > before);
+}
+
 #[test]
 fn growth_is_marked_and_shrinking_refused() {
     let (_temp, folder) = scratch();

@@ -8,7 +8,7 @@ use dsync_tests::far::Far;
 use dsync_tests::image;
 use dsync_tests::mount::{self, Loop, Mount};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Output, Random, Run, Scene, Site, need, need_root, rounds, skipped};
+use dsync_tests::{Output, Random, Run, Scene, Server, Site, need, need_root, rounds, skipped};
 
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -667,6 +667,24 @@ fn writes_are_noticed_where_times_are_whole_seconds() {
         sync(&[]).code(4).says(&["modified outside dsync"]);
         sync(&["--adopt"]).ok();
         image::assert_equal(&source, &replica);
+    }
+    // Also at a disk that is served, once the second of its last write through the server is over; and where the server was killed in it.
+    for killed in [false, true] {
+        let server = site.serve(&[&source], &[]);
+        sync(&[]).ok();
+        begin_of_second();
+        let mut client = server.client("a");
+        client.write(0, &random.bytes(4096)).and_then(|()| client.close()).expect("a write");
+        let mut server = Some(server);
+        match killed {
+            true => drop(server.take().map(Server::kill)),
+            false => std::thread::sleep(Duration::from_millis(2500)),
+        }
+        image::scribble(&source, MIB, 4096, &mut random);
+        let done = sync(&["--json"]).ok().summary();
+        assert_eq!(done["method"], "compare", "killed: {killed}: {done}");
+        image::assert_equal(&source, &replica);
+        server.map(Server::stop);
     }
 }
 
