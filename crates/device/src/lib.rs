@@ -26,6 +26,7 @@
 mod bell;
 mod buffer;
 mod clock;
+mod container;
 mod disk;
 mod error;
 mod file;
@@ -51,6 +52,7 @@ mod written;
 pub use bell::Bell;
 pub use buffer::Buf;
 pub use clock::{Boot, Clock, Life, grain, stamps_apart};
+pub use container::container_format;
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
 pub use file::{Options, adopt, open, open_without_uring};

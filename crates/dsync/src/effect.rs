@@ -74,6 +74,20 @@ pub(crate) fn on_size(info: &SourceInfo, output: &Output) {
     }
 }
 
+/// An image that contains a disk, unless the destination's name tells as well: it is copied as it is.
+pub(crate) fn on_container(info: &SourceInfo, destination: &str, output: &Output) {
+    let Some(format) = &info.container else { return };
+    let extension = format.to_ascii_lowercase();
+    let named = destination.rsplit_once('.').is_some_and(|(_, end)| end.eq_ignore_ascii_case(&extension));
+    if !named {
+        output.warn_once(&format!(
+            "{} is a {format} image, and is copied as it is: the replica is the container, not the disk in it. Give the replica a name that \
+             ends in .{extension}; for a replica of the disk, convert the image with \"qemu-img convert -O raw\"",
+            info.path.display()
+        ));
+    }
+}
+
 /// Who holds a source, against the options for opening one, and those for tracked disks alone.
 pub(crate) fn on_source(info: &SourceInfo, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
     let path = info.path.display();

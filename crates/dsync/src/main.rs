@@ -6,7 +6,6 @@ mod address;
 mod args;
 mod bandwidth;
 mod checkpoint;
-mod container;
 mod delta_files;
 mod demo;
 mod effect;

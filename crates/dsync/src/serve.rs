@@ -199,7 +199,7 @@ fn runs_of(
 /// Refuses an image that is a container of a disk, unless it is a known source already: what a guest writes to the first
 /// block of its disk must not keep the disk from being served again.
 fn check_format(image: &Path, state: &StateDir) -> Result<()> {
-    let Some(format) = crate::container::format(image) else { return Ok(()) };
+    let Some(format) = device::container_format(image) else { return Ok(()) };
     let path = device::identity(image)?.path;
     if state.source(&path.to_string_lossy())?.is_some() {
         return Ok(());
@@ -430,6 +430,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
         if args.format.is_none() {
             check_format(image, state)?;
         }
+        warn_odd(image, output)?;
         let what = if args.read_only {
             let options = device::Options { write: false, direct: args.direct, exclusive: false };
             What::ReadOnly(device::open(image, &options)?)
@@ -445,6 +446,18 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
         all.push(ExportedImage { name, what });
     }
     Ok((all, sources))
+}
+
+/// Says that the end of an image cannot be reached by clients that read whole sectors.
+fn warn_odd(image: &Path, output: &Output) -> Result<()> {
+    let rest = device::identity(image)?.size % 512;
+    if rest > 0 {
+        output.warn(&format!(
+            "the size of {} is no multiple of 512 bytes: most clients see a disk without its last {rest}. Make it larger with \"truncate -s %512\"",
+            image.display()
+        ));
+    }
+    Ok(())
 }
 
 /// Says that a disk is served without the others of its group.

@@ -151,6 +151,7 @@ fn check(info: &SourceInfo, args: &args::Sync, output: &Output) -> Result<(), Sy
     let allow_shrink = args.open.allow_shrink && !args.begin.adopt;
     let open = SourceArgs { allow_shrink, ..args.open.clone() };
     effect::on_source(info, &open, &args.live.given(), output);
+    effect::on_container(info, args.destination.as_deref().unwrap_or_default(), output);
     if args.live.freeze == Some(FreezeArg::Require) && !info.tracked {
         let why = "is not a tracked disk, so no file system on it can be frozen: omit --freeze require";
         return Err(SyncError::Refused(format!("{} {why}", info.path.display())));

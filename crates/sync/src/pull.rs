@@ -95,11 +95,17 @@ pub struct SourceInfo {
     /// Its bytes, and those that its server offers, which was started before it was resized.
     #[serde(default)]
     pub resized: Option<(u64, u64)>,
+    /// Of an image that no epoch is of yet: the format in which it contains a disk.
+    #[serde(default)]
+    pub container: Option<String>,
 }
 
 impl From<&Handle> for SourceInfo {
     fn from(handle: &Handle) -> SourceInfo {
         let about = handle.about();
+        // Later, what a guest has written to the first block of its disk is no matter.
+        let is_new = !handle.is_served() && matches!(handle.last_epoch(), Ok(None));
+        let container = if is_new { device::container_format(&about.path) } else { None };
         SourceInfo {
             path: about.path.clone(),
             uuid: about.uuid,
@@ -107,6 +113,7 @@ impl From<&Handle> for SourceInfo {
             served: handle.is_served(),
             tracked: handle.live().is_some(),
             resized: handle.resized(),
+            container: container.map(str::to_owned),
         }
     }
 }

@@ -158,6 +158,37 @@ fn a_container_is_not_served_for_the_disk_in_it() {
 }
 
 #[test]
+fn a_container_that_is_copied_is_called_one() {
+    let site = Site::new();
+    let image = site.image("a.qcow2", MIB);
+    let file = std::fs::File::options().write(true).open(&image).expect("an image");
+    std::os::unix::fs::FileExt::write_all_at(&file, b"QFI\xfb\0\0\0\x03", 0).expect("a write");
+    let told = |to: &str| {
+        let synced = site.dsync(["sync"]).arg(&image).arg(site.path(to)).ok();
+        synced.stderr.contains("is a qcow2 image, and is copied as it is")
+    };
+    assert!(!told("same.qcow2"));
+    std::fs::remove_dir_all(site.state()).expect("its state");
+    assert!(told("copy.raw"));
+    assert!(!told("copy.raw"), "told at the first sync alone");
+    image::assert_equal(&image, &site.path("copy.raw"));
+}
+
+#[test]
+fn a_disk_whose_end_clients_cannot_reach_is_told_of() {
+    let site = Site::new();
+    for (size, told) in [(MIB, false), (MIB + 100, true)] {
+        let image = site.image("vm.raw", size);
+        let stopped = site.serve(&[&image], &["--read-only"]).stop();
+        assert_eq!(
+            stopped.stderr.contains("most clients see a disk without its last 100"),
+            told,
+            "{stopped}"
+        );
+    }
+}
+
+#[test]
 fn a_printed_uri_works_from_anywhere() {
     let site = Site::new();
     let image = site.image("my vm.raw", MIB);

@@ -1,4 +1,4 @@
-//! Image formats that contain a disk. Served raw, a guest would see the container instead of the disk.
+//! Image formats that contain a disk. Served or copied raw, they are the container instead of the disk.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,7 @@ const FORMATS: [(&str, u64, &[u8]); 7] = [
 
 /// The format of an image that is not raw. `None` if none is recognised, or the image cannot be read: opening
 /// it later reports why.
-pub(crate) fn format(image: &Path) -> Option<&'static str> {
+pub fn container_format(image: &Path) -> Option<&'static str> {
     let file = File::open(image).ok()?;
     let is = |offset, magic: &[u8]| {
         let mut found = vec![0; magic.len()];
