@@ -344,6 +344,7 @@ mod tests {
                 order(&nodes, cycles);
             }
         }
-        assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
+        // It would be hours, and a busy machine takes its time.
+        assert!(began.elapsed().as_secs() < 120, "{:?}", began.elapsed());
     }
 }

@@ -410,7 +410,8 @@ fn a_lying_account_is_refused_or_does_no_harm() {
     };
     changes(&source, &index, None, found, |_| {}).unwrap();
     assert_eq!(sent, new.len());
-    assert!(began.elapsed().as_secs() < 10, "{:?}", began.elapsed());
+    // It would be hours, and a busy machine takes its time.
+    assert!(began.elapsed().as_secs() < 120, "{:?}", began.elapsed());
 }
 
 /// A block that stands at its place is not hashed again by anybody: the bits that must agree are counted.
