@@ -74,6 +74,13 @@ pub fn wanted(what: &str) -> bool {
     full()
 }
 
+/// True for one of three tests in each run of the sample, drawn by its seed; else says that it is left out.
+pub fn drawn(number: u64, what: &str) -> bool {
+    static DRAWN: OnceLock<u64> = OnceLock::new();
+    let drawn = DRAWN.get_or_init(|| testing::Random::new("which test of guests is in the sample").below(3));
+    *drawn == number || wanted(what)
+}
+
 /// True if guests can run here. Else says what goes untested.
 pub fn possible(what: &str) -> bool {
     possible_with(Kernel::Stable, what)

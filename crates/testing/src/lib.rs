@@ -23,5 +23,5 @@ mod stopwatch;
 
 pub use contract::contract;
 pub use needs::{find, got, left_out, need, need_root, rounds, run, say, search_path, skipped, soak};
-pub use random::{Random, number, seed};
+pub use random::{Random, Sample, number, seed};
 pub use scratch::{Loop, Mount, in_memory, on_disk, profile_dir, temporary};

@@ -25,6 +25,21 @@ pub fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text}: not a number")))
 }
 
+/// Which steps of a campaign that could try each one are tried: all of them in a soak, else others in each run.
+pub struct Sample(u64);
+
+impl Sample {
+    /// By the test's [`seed()`].
+    pub fn new(what: &str) -> Sample {
+        Sample(seed(what))
+    }
+
+    /// True for one in `of` steps.
+    pub fn takes(&self, step: u64, of: u64) -> bool {
+        crate::soak() || step % of == self.0 % of
+    }
+}
+
 /// A small generator, splitmix64. Of our own, because the sequence of a seed must stay the same for as long as seeds are kept:
 /// in failures and in reports. Libraries change theirs.
 #[derive(Debug, Clone)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use testing::faulty::{Keep, Outage, Power};
-use testing::soak;
+use testing::{Sample, soak};
 
 use super::world::*;
 use crate::destination::Name;
@@ -126,11 +126,12 @@ pub(super) fn cut_everywhere(s: &Scenario<'_>) {
     assert!(whole.holds(&s.source.images[s.to]), "{}: without a cut", s.name);
     let steps = power.steps();
     println!("{}: {steps} steps", s.name);
+    let sample = Sample::new(s.name);
     for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
         for step in 1..=steps + 1 {
             let turn = step + number as u64;
             // The outages that find most are tried at every step.
-            if !soak() && !matches!(number, 0 | 1) && turn % 3 != 0 && step <= steps {
+            if number > 1 && step <= steps && !sample.takes(turn, 7) {
                 continue;
             }
             let what = format!("cut by {outage:?} {disks:?} {folders:?} at step {step} of {steps}");

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use delta::Epoch;
 use tempfile::TempDir;
 use testing::faulty::{FaultyFolder, Outage, Power};
-use testing::soak;
+use testing::{Sample, soak};
 use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at};
@@ -172,11 +172,12 @@ fn cut_everywhere(name: &str, kinds: [Kind; 2], from: usize, to: usize) {
     world.fork().sync(&power, &sources, to).unwrap();
     let steps = power.steps();
     println!("{name}: {steps} steps");
+    let sample = Sample::new(name);
     let mut ends = [0u64; 2];
     for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
         for step in 1..=steps + 1 {
             let turn = step + number as u64;
-            if !soak() && !matches!(number, 0 | 1) && turn % 3 != 0 && step <= steps {
+            if step <= steps && !sample.takes(turn, if number > 1 { 7 } else { 2 }) {
                 continue;
             }
             let what = format!("{name}: cut by {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
@@ -519,11 +520,12 @@ fn cut_off_anywhere(
     act(&world.fork(), &power).unwrap();
     let steps = power.steps();
     println!("{name}: {steps} steps");
+    let sample = Sample::new(name);
     let mut ends = [0u64; 2];
     for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
         for step in 1..=steps + 1 {
             let turn = step + number as u64;
-            if !soak() && step <= steps && turn % 3 != 0 {
+            if step <= steps && !sample.takes(turn, 7) {
                 continue;
             }
             let what = format!("{name}: cut by {outage:?} {disks:?} {folders:?} at step {step} of {steps}");

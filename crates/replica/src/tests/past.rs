@@ -1,7 +1,7 @@
 //! The past: every moment that is offered is what its source was then, whatever crashes when.
 
 use testing::faulty::{FaultyFolder, Outage, Power};
-use testing::{Random, soak};
+use testing::{Random, Sample, soak};
 
 use std::cell::RefCell;
 
@@ -167,10 +167,11 @@ fn cut_everywhere(
     let after = epochs(source, &whole.open(&on()).unwrap().history().unwrap().moments);
     let steps = power.steps();
     println!("{name}: {steps} steps, {before:?} to {after:?}");
+    let sample = Sample::new(name);
     for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
         for step in 1..=steps + 1 {
             let turn = step + number as u64;
-            if !soak() && number > 1 && turn % 3 != 0 {
+            if !sample.takes(turn, if number > 1 { 11 } else { 5 }) {
                 continue;
             }
             let what = format!("{name}: {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
@@ -417,10 +418,11 @@ fn a_mirror_that_is_cut_anywhere_keeps_its_epochs() {
         check_mirrored(&source, &whole, &sent.borrow(), "without a cut");
         let steps = power.steps();
         println!("{kind:?}: {steps} steps");
+        let sample = Sample::new("a mirror that is cut");
         for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
             for step in 1..=steps {
                 let turn = step + number as u64;
-                if !soak() && number > 1 && turn % 3 != 0 {
+                if !sample.takes(turn, if number > 1 { 11 } else { 5 }) {
                     continue;
                 }
                 let what = format!("{kind:?}: {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
@@ -487,9 +489,10 @@ fn a_state_ahead_of_its_epoch_outlives_every_cut_of_a_rewind() {
             run(&start.fork(), &power).unwrap();
             let steps = power.steps();
             println!("{kind:?} to {to}, back {back}: {steps} steps");
+            let sample = Sample::new("a state ahead");
             for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
                 for step in 1..=steps + 1 {
-                    if !soak() && (step + number as u64) % 3 != 0 {
+                    if !sample.takes(step + number as u64, 7) {
                         continue;
                     }
                     let what = format!("{kind:?} to {to}, back {back}: {outage:?} at step {step} of {steps}");
@@ -549,9 +552,10 @@ fn a_rewind_that_could_not_be_taken_back_is_not_made() {
 #[test]
 fn what_fails_costs_a_mirror_the_past_at_most() {
     let source = batches::source();
+    let sample = Sample::new("what fails costs a mirror the past at most");
     for (kind, errno) in [(Kind::File, 28), (Kind::File, 5), (Kind::Device, 28)] {
         let start = replica_at(kind, &source, 0);
-        for step in 1.. {
+        for step in (1..).filter(|step| sample.takes(*step, 5)) {
             let (world, power) = (start.fork(), Power::new(Outage::PowerCut));
             power.fail_at(step, 1, errno);
             let what = format!("{kind:?}, error {errno} at step {step}");
@@ -625,7 +629,7 @@ fn a_past_hinders_no_commit() {
         };
         let least = (0..).map(|n| n * 1024).find(|room| commit(&plain, *room).1.is_ok()).unwrap();
         let mut all = 0;
-        for room in (least..least * 4).step_by(1024) {
+        for room in (least..least * 4).step_by(if soak() { 1024 } else { 5 * 1024 }) {
             let what = format!("{kind:?} at {upto}, room for {room} of {least}");
             let (world, done, warned) = commit(&kept, room);
             done.unwrap_or_else(|e| panic!("{what}: {e}"));
