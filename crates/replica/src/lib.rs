@@ -108,7 +108,7 @@ pub use keep::{Keep, Span};
 pub use known::{Condition, KnownPast, KnownReplica, KnownReplicas};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward, Unsure};
 pub use locate::inspect;
-pub use options::{Herald, Options};
+pub use options::{Herald, Options, SourceTime};
 pub use past::{GivenUp, Moment};
 pub use promoted::{Outlook, promotes_still, to_promote};
 #[doc(hidden)]

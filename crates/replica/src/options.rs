@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use delta::Line;
 
@@ -35,8 +36,29 @@ pub struct Options {
     pub term: u64,
     /// The promotions that led to that term.
     pub line: Line,
+    /// The time at the source. `None` where it is not known.
+    pub source_time: Option<SourceTime>,
     /// Asked before the first write.
     pub herald: Option<Herald>,
+}
+
+/// A time that the source's host said.
+#[derive(Debug, Clone, Copy)]
+pub struct SourceTime {
+    said: u64,
+    heard: Instant,
+}
+
+impl SourceTime {
+    /// It was so many seconds since 1970 a moment ago.
+    pub fn said(said: u64) -> SourceTime {
+        SourceTime { said, heard: Instant::now() }
+    }
+
+    /// The time there by now.
+    pub(crate) fn now(self) -> u64 {
+        self.said.saturating_add(self.heard.elapsed().as_secs())
+    }
 }
 
 /// Called before a replica first writes to its disk; if it fails, nothing is written. It lets the host mark other uses of the disk, whose

@@ -18,6 +18,7 @@ use crate::journal::{self, Contents, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
 use crate::old::Old;
+use crate::options::SourceTime;
 use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Squeezed, Undo};
 use crate::past_commits::PastCommits;
 use crate::replica::Replica;
@@ -376,7 +377,9 @@ impl Replica {
     fn age(&self) -> Result<Option<Squeezed>> {
         let nothing = Keep::default();
         let keep = self.settings().map_or(&nothing, |settings| &settings.keep);
-        let (present, now) = (self.lineage().nonce, self.now());
+        // No moment goes that is not too old by both clocks: one of them may be far ahead.
+        let there = self.options().source_time.map_or(u64::MAX, SourceTime::now);
+        let (present, now) = (self.lineage().nonce, self.now().min(there));
         let returned = self.settings().map_or(&[][..], |settings| &settings.returned);
         Ageing { folder: self.state(), keep, present, now, returned, common: self.common_states() }.run()
     }

@@ -10,7 +10,9 @@ use compare::{DigestReport, Scope};
 use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Message, Received, Receiver, Sender};
-use replica::{Commit, Coverage, DeltaReceiver, Herald, Keep, KnownReplicas, Replica, ReplicaError};
+use replica::{
+    Commit, Coverage, DeltaReceiver, Herald, Keep, KnownReplicas, Replica, ReplicaError, SourceTime,
+};
 use serde::Serialize;
 use source::{SourceError, StateDir};
 
@@ -61,6 +63,7 @@ pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options
         leave: open.leave,
         term: open.origin.as_ref().map_or(0, |origin| origin.term),
         line: open.origin.as_ref().map(|origin| origin.line.clone()).unwrap_or_default(),
+        source_time: open.origin.as_ref().and_then(|origin| origin.now).map(SourceTime::said),
         ..here
     }
 }

@@ -42,7 +42,7 @@
 //! and sums in the compare crate, deltas in the delta crate, the lengths of messages in the link.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use compare::rolling::{SumParams, SumReport};
 use compare::{DigestReport, Scope};
@@ -140,11 +140,15 @@ pub(crate) struct Origin {
     /// The promotions that led to it.
     #[serde(default)]
     pub line: Line,
+    /// The time at its host, in seconds since 1970. `None` from earlier versions.
+    #[serde(default)]
+    pub now: Option<u64>,
 }
 
 impl Origin {
     pub(crate) fn of(about: &About) -> Origin {
-        Origin { uuid: about.uuid, term: about.term, began: about.began, line: about.line.clone() }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|now| now.as_secs());
+        Origin { uuid: about.uuid, term: about.term, began: about.began, line: about.line.clone(), now }
     }
 }
 

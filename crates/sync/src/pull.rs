@@ -378,6 +378,7 @@ mod tests {
             served: false,
             tracked: false,
             resized: None,
+            container: None,
         };
         sender.send_json(SOURCE, &info)?;
         let status = crate::messages::open(&sender, &receiver, &open, None)?;

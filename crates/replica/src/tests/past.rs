@@ -661,6 +661,27 @@ pub(super) fn age(world: &World, moments: &[Moment], mut seconds: impl FnMut() -
     ages
 }
 
+/// What is too old by the replica's clock may not be by the source's: then one of the two is far ahead.
+#[test]
+fn a_clock_that_is_ahead_drops_no_moment() {
+    const DAY: u64 = 86_400;
+    let source = source();
+    for (said, kept) in [(None, 2), (Some(0), 2), (Some(7 * DAY), 4)] {
+        let keep = Keep { last: 0, spans: vec![Span { seconds: DAY, every: 0 }], ..last(0) };
+        let world = replica_after(Kind::File, &source, 3, &keep, Commit::Journal);
+        let moments = world.open(&on()).unwrap().history().unwrap().moments;
+        age(&world, &moments, || 2 * DAY);
+        let now = device::Clock::system().now() / 1_000_000_000;
+        let source_time = said.map(|ago| crate::SourceTime::said(now - ago));
+        let options = Options { source_time, ..Options::default() };
+        let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
+        let mut replica = world.open_in(&on(), Box::new(folder), &options).unwrap();
+        merge(&mut replica, &source.tracked(3, 4), Commit::Journal).unwrap();
+        let left = replica.history().unwrap().moments.len();
+        assert_eq!(left, kept, "the source is {said:?} seconds behind");
+    }
+}
+
 #[test]
 fn a_grid_folds_what_it_does_not_keep() {
     let seed = testing::seed("a_grid_folds");
