@@ -158,7 +158,8 @@ fn live(
 fn missed(machine: &Machine, replica: &Replica, touched: &[u64], intents: bool) -> Vec<u64> {
     let Some(epoch) = replica.at else { return Vec::new() };
     let power = Power::new(Outage::Kill);
-    let (source, _disk) = machine.start(&power, intents).unwrap();
+    let began = machine.start(&power, intents);
+    let (source, _disk) = began.unwrap_or_else(|e| panic!("what a crash has left is not opened: {e}"));
     source.checkpoint(false).unwrap();
     let changes = Bitmap::new(SIZE.div_ceil(BLOCK));
     let position = Position { epoch, upto: SIZE };
@@ -174,6 +175,7 @@ fn missed(machine: &Machine, replica: &Replica, touched: &[u64], intents: bool) 
 }
 
 fn campaign(run: u64, base: u64, outage: Outage, disks: Keep, folders: Keep, intents: bool) -> Vec<u64> {
+    println!("run {run}, {outage:?}, {disks:?} of the data, {folders:?} of the state");
     let mut random = Random::seeded(base.wrapping_add(run));
     let mut machine = Machine::new();
     let mut replica = Replica::default();
