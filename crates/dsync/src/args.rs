@@ -154,11 +154,14 @@ pub(crate) enum Command {
     /// Show sources, trackers and replicas, and what each replica lacks
     #[command(after_help = "Examples:\n  \
         dsync status\n  \
+        dsync status /srv/vm.raw                           one disk in detail\n  \
         dsync status -v /srv/vm.raw                        every epoch of its history\n  \
         dsync status /srv/vm.raw --json\n  \
         dsync status --check --max-age 1h                  for a monitor: problems only\n  \
-        dsync status --watch                               what is wrong, running and behind, until Ctrl-C\n  \
+        dsync status --watch                               again and again, until Ctrl-C\n  \
         dsync status --prometheus                          metrics for node_exporter\n\n\
+        BEHIND of a replica is how long ago it was up to date, and what was written since; a ? is for changes that are\n\
+        not known. Of a replica whose source is on another host, it is the age of what it holds.\n\n\
         --check reports sources whose changes are not known, so that the next sync compares; replicas that are out\n\
         of date; copies that a job in /etc/dsync is to make and that never began; and replicas on this host that are\n\
         incomplete, fuzzy, missing, were changed by other programs, or whose promotion was interrupted. --check and\n\
@@ -905,7 +908,7 @@ pub(crate) enum With {
 /// `status`.
 #[derive(Debug, Args)]
 pub(crate) struct Status {
-    /// A source or a replica [default: all sources and replicas that this host knows]
+    /// A source or a replica, in detail [default: a table of all that this host knows; in detail with -v]
     pub path: Option<String>,
     /// Print one line per problem, or "OK"; the exit code is 1 if there is a problem
     #[arg(long)]
@@ -913,7 +916,7 @@ pub(crate) struct Status {
     /// With --check or --watch, report replicas that were last brought up to date longer ago, if anything was written since
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub max_age: Option<Duration>,
-    /// Print problems, what is at work, and how far each replica is, every TIME until interrupted [2s without a value]
+    /// Print problems and the table every TIME until interrupted, cut to the screen [2s without a value]
     #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, default_missing_value = "2",
           value_parser = units::parse_period, conflicts_with_all = ["check", "prometheus", "json", "quiet"])]
     pub watch: Option<Duration>,

@@ -40,6 +40,7 @@ mod service;
 mod status;
 mod steering;
 mod sync_command;
+mod table;
 mod track;
 mod units;
 mod unix_socket;
@@ -191,15 +192,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         },
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Track(args) => track::run(args, &state, output)?,
-        Command::Status(args) if args.check => return monitor::check(args, &state, output),
-        Command::Status(args::Status { max_age: Some(_), check: false, watch: None, .. }) => {
-            return Err(Failure::usage("--max-age needs --check or --watch").into());
-        }
-        Command::Status(args) if args.prometheus => return monitor::prometheus(&state, output),
-        Command::Status(args) => match args.watch {
-            Some(every) => watch::run(args, every, &state)?,
-            None => status::run(args, &state, output)?,
-        },
+        Command::Status(args) => return status(args, &state, output),
         Command::Extract(args) => until_free(&args.wait, output, || pipes::extract(args, &state, output))?,
         Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,
         Command::Forget(args) => forget::run(args, &state, output)?,
@@ -229,6 +222,21 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Run(_) => return Err(Failure::usage("a job cannot run a job").into()),
         Command::Man { folder } => manual::pages(folder)?,
         Command::Completions { shell } => manual::completions(*shell),
+    }
+    Ok(0)
+}
+
+/// The forms of `dsync status`.
+fn status(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> {
+    match args.watch {
+        _ if args.check => return monitor::check(args, state, output),
+        None if args.max_age.is_some() => {
+            return Err(Failure::usage("--max-age needs --check or --watch").into());
+        }
+        _ if args.prometheus => return monitor::prometheus(state, output),
+        Some(every) => watch::run(args, every, state)?,
+        None if status::is_long(args, output) => status::run(args, state, output)?,
+        None => table::run(args, state, output)?,
     }
     Ok(0)
 }

@@ -41,8 +41,13 @@ impl LastWord<'_> {
         journal_dir: &Option<PathBuf>,
     ) -> Result<Option<u64>, SyncError> {
         let (source, path, released) = (self.demoted.source, &self.demoted.path, self.released);
-        let origin =
-            Origin { uuid: source, term: released.term, began: None, line: self.demoted.line.clone() };
+        let origin = Origin {
+            uuid: source,
+            term: released.term,
+            began: None,
+            line: self.demoted.line.clone(),
+            place: String::new(),
+        };
         let request = Open {
             source: Storage::of(path),
             origin: Some(origin),

@@ -140,11 +140,15 @@ pub(crate) struct Origin {
     /// The promotions that led to it.
     #[serde(default)]
     pub line: Line,
+    /// Where it is, `HOST:PATH`, for people. Empty from earlier versions.
+    #[serde(default)]
+    pub place: String,
 }
 
 impl Origin {
     pub(crate) fn of(about: &About) -> Origin {
-        Origin { uuid: about.uuid, term: about.term, began: about.began, line: about.line.clone() }
+        let place = format!("{}:{}", link::host_name(), about.path.display());
+        Origin { uuid: about.uuid, term: about.term, began: about.began, line: about.line.clone(), place }
     }
 }
 
