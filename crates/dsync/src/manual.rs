@@ -189,10 +189,65 @@ mod tests {
         }
         assert!(!page.contains("cycles"), "{page}");
         let examples = page.split(".SH ").find(|section| section.starts_with("EXAMPLES")).unwrap();
-        let lines =
-            ".nf\n  dsync sync /srv/vm.raw /backup/vm.raw              on this host\n  dsync sync vm ";
+        let lines = ".nf\n  dsync sync /srv/vm.raw /backup/vm.raw\n      on this host\n  dsync sync vm ";
         assert!(examples.contains(lines), "{examples}");
         assert_eq!(examples.matches(".nf\n").count(), examples.matches(".fi\n").count());
+    }
+
+    /// All commands, those of `key` and `track` too.
+    fn commands(command: &Command) -> Vec<&Command> {
+        let shown = command.get_subcommands().filter(|command| !command.is_hide_set());
+        std::iter::once(command).chain(shown.flat_map(commands)).collect()
+    }
+
+    #[test]
+    fn help_fits_a_terminal_of_80_columns() {
+        for command in commands(&program()) {
+            let help = command.clone().term_width(80).render_long_help().to_string();
+            let wide: Vec<&str> = help.lines().filter(|line| line.chars().count() > 80).collect();
+            assert!(wide.is_empty(), "{}: {wide:#?}", command.get_name());
+            // An example is a line to paste, and a text has its lines from the terminal's width.
+            let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let mut before = "";
+            for line in after.lines() {
+                assert!(!line.starts_with("  ") || line.chars().count() <= 80, "{line}");
+                let is_text = |line: &str| !line.is_empty() && !line.starts_with("  ");
+                assert!(!(is_text(before) && is_text(line)), "{before}\n{line}");
+                before = line;
+            }
+        }
+    }
+
+    #[test]
+    fn options_stand_under_headings() {
+        let orders = [
+            "Arguments:",
+            "Options:",
+            "Method:",
+            "What is kept:",
+            "Limits:",
+            "Remote:",
+            "Advanced:",
+            "Global options:",
+        ];
+        for name in ["sync", "mirror", "verify", "demote", "serve"] {
+            let program = program();
+            let command = program.get_subcommands().find(|command| command.get_name() == name).unwrap();
+            let help = command.clone().render_help().to_string();
+            let found: Vec<_> = orders.iter().map(|heading| help.find(&format!("\n{heading}"))).collect();
+            let at: Vec<usize> = found.iter().flatten().copied().collect();
+            assert!(at.is_sorted() && at.len() >= 5, "{name}: {help}");
+            assert!(name != "sync" || at.len() == orders.len(), "{help}");
+            let own =
+                help.split("\nMethod:").next().and_then(|all| all.split("\nOptions:").nth(1)).unwrap_or("");
+            assert!(
+                name != "sync" || own.matches("\n  -").count() + own.matches("\n      --").count() <= 4,
+                "{own}"
+            );
+            for hidden in ["--alpha", "--beta", "--interval", "--min-interval", "--passes", "--at-view"] {
+                assert!(!help.contains(hidden), "{name}: {hidden}");
+            }
+        }
     }
 
     #[test]

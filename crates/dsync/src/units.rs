@@ -58,9 +58,10 @@ pub(crate) fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
     Ok(offset..end)
 }
 
-/// Reads `30ms`, `1.5s`, `2m` or `1h`; a number alone is one of seconds.
+/// Reads `30ms`, `1.5s`, `2m`, `1h`, `7d` or `4w`; a number alone is one of seconds.
 pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("invalid time \"{text}\": use a form like 30ms, 5s, 2m or 1h");
+    let text = text.trim();
+    let wrong = || format!("invalid time \"{text}\": use a form like 30ms, 10, 5s, 2m, 1h or 7d");
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let number: f64 = text[..split].parse().map_err(|_| wrong())?;
     let scale = match text[split..].trim() {
@@ -68,28 +69,40 @@ pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
         "" | "s" => 1.0,
         "m" | "min" => 60.0,
         "h" => 3600.0,
+        "d" => 86_400.0,
+        "w" => 604_800.0,
         _ => return Err(wrong()),
     };
     let seconds = number * scale;
-    if !(1e-3..=1e6).contains(&seconds) {
-        return Err(format!("time \"{text}\" is out of range: give 1ms to 277h"));
+    if !(1e-3..=1e8).contains(&seconds) {
+        return Err(format!("time \"{text}\" is out of range: give 1ms to 1000d"));
     }
     Ok(Duration::from_secs_f64(seconds))
 }
 
 /// Reads how long a peer may be silent.
 pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
-    parse_period(text).map_err(|why| format!("{why}; the timeout cannot be turned off"))
+    match parse_period(text) {
+        Err(_) if text.trim().trim_end_matches(char::is_alphabetic) == "0" => {
+            Err("it cannot be turned off: give a time from 1s to 1h, such as 30s".to_owned())
+        }
+        other => other,
+    }
 }
 
 /// Reads a time from a second to an hour.
 pub(crate) fn parse_period(text: &str) -> Result<Duration, String> {
-    // Zero is out of range, and no other form.
-    let time = if text.trim() == "0" { Duration::ZERO } else { parse_time(text)? };
-    match (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&time) {
-        true => Ok(time),
-        false => Err("give a time from 1s to 1h, such as 30s".to_owned()),
-    }
+    within(text, 3600).ok_or_else(|| "give a time from 1s to 1h, such as 30s".to_owned())
+}
+
+/// Reads how long a file system may be frozen.
+pub(crate) fn parse_freeze(text: &str) -> Result<Duration, String> {
+    within(text, 300).ok_or_else(|| "give a time from 1s to 5m, such as 10s".to_owned())
+}
+
+/// A time of a second up to so many.
+fn within(text: &str, most: u64) -> Option<Duration> {
+    parse_time(text).ok().filter(|time| (Duration::from_secs(1)..=Duration::from_secs(most)).contains(time))
 }
 
 /// Reads a whole number of a range.
@@ -308,11 +321,16 @@ mod tests {
 
     #[test]
     fn times_have_one_form_and_numbers_a_range() {
-        for (text, seconds) in [("10", 10.0), ("10s", 10.0), ("1.5m", 90.0), ("1h", 3600.0), ("30ms", 0.03)] {
+        for (text, seconds) in
+            [("10", 10.0), ("10s", 10.0), ("1.5m", 90.0), ("1h", 3600.0), ("7d", 604_800.0), ("30ms", 0.03)]
+        {
             assert_eq!(parse_time(text), Ok(Duration::from_secs_f64(seconds)), "{text}");
         }
         assert_eq!(parse_period("0").unwrap_err(), "give a time from 1s to 1h, such as 30s");
-        assert!(parse_timeout("0").unwrap_err().ends_with("cannot be turned off"));
+        assert_eq!(parse_timeout("x"), parse_period("x"));
+        for zero in ["0", "0s", "0m"] {
+            assert!(parse_timeout(zero).unwrap_err().starts_with("it cannot be turned off: "), "{zero}");
+        }
         assert_eq!(number(1..=16u8)("16"), Ok(16));
         for wrong in ["0", "17", "x", "", "1.5", "-1", "999999"] {
             assert_eq!(number(1..=16u8)(wrong).unwrap_err(), "give a whole number from 1 to 16", "{wrong}");
