@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use compare::Hash;
 use compare::rolling::Cycles;
@@ -707,7 +708,7 @@ pub(crate) struct IntervalArgs {
 #[derive(Debug, Args)]
 pub(crate) struct Mirror {
     /// Served image or its export name, or a tracked device
-    #[arg(value_name = "SRC")]
+    #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the replicas
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
@@ -1028,6 +1029,7 @@ pub(crate) enum With {
 #[derive(Debug, Args)]
 pub(crate) struct Status {
     /// A source or a replica, in detail [default: a table of all that this host knows; in detail with -v]
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub path: Option<String>,
     /// Print one line per problem, or "OK"; the exit code is 1 if there is a problem
     #[arg(long)]
@@ -1048,7 +1050,7 @@ pub(crate) struct Status {
 #[derive(Debug, Args)]
 pub(crate) struct Extract {
     /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
+    #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Epoch of the replica, or name of a checkpoint; 0 for the whole disk
     #[arg(long, value_name = "EPOCH|NAME")]
@@ -1068,7 +1070,7 @@ pub(crate) struct Extract {
 #[derive(Debug, Args)]
 pub(crate) struct Checkpoint {
     /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
+    #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Checkpoint to set: a letter, then letters, digits, dots, dashes or underscores
     pub name: Option<String>,
@@ -1091,6 +1093,7 @@ pub(crate) struct Checkpoint {
 #[derive(Debug, Args)]
 pub(crate) struct Forget {
     /// Source, by path, export name or id; or a replica on this host
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub what: String,
     /// Forget only this replica or checkpoint of the source, as "dsync status" names it
     #[arg(value_name = "BOOKMARK")]
@@ -1113,7 +1116,7 @@ pub(crate) struct Forget {
 #[derive(Debug, Args)]
 pub(crate) struct Changes {
     /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
+    #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Name of a checkpoint, or an epoch
     #[arg(long, value_name = "NAME|EPOCH")]
@@ -1413,10 +1416,7 @@ fn parse_listen(text: &str) -> Result<std::net::SocketAddr, String> {
     match (text.parse(), alone(text)) {
         (Ok(address), _) => Ok(address),
         (_, Ok(ip)) => Ok((ip, link::PORT).into()),
-        _ => Err(format!(
-            "invalid address \"{text}\": use a form like 192.0.2.7, 192.0.2.7:{0} or [::]:{0}",
-            link::PORT
-        )),
+        _ => Err(format!("use a form like 192.0.2.7, 192.0.2.7:{0} or [::]:{0}", link::PORT)),
     }
 }
 
@@ -1470,7 +1470,6 @@ pub(crate) enum KeyAction {
 
 /// An address and a port.
 fn parse_tcp(text: &str) -> Result<std::net::SocketAddr, String> {
-    let wrong =
-        || format!("invalid address \"{text}\": use a form with a port, like 127.0.0.1:10809 or [::1]:10809");
+    let wrong = || "use a form with a port, like 127.0.0.1:10809 or [::1]:10809".to_owned();
     text.parse().map_err(|_| wrong())
 }

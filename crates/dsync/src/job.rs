@@ -540,7 +540,7 @@ mod tests {
         );
         let bad = line(&format!("{MIRROR}epoch = soon\n"), &[]).unwrap_err();
         assert!(
-            bad.starts_with("vm.conf:7: invalid value 'soon' for '--epoch <TIME>': invalid time \"soon\""),
+            bad.starts_with("vm.conf:7: invalid value 'soon' for '--epoch <TIME>': use a form like 30ms"),
             "{bad}"
         );
         // An option given after the name is not in the file.

@@ -1,4 +1,5 @@
-//! Human-readable sizes, rates and times.
+//! Human-readable sizes, rates and times. The parser of the command line names the option and the value that it cannot read: an error here says
+//! how that is written.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -14,7 +15,7 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
-    let wrong = || format!("invalid size \"{text}\": use a form like 4096, 4K, 1.5M or 2GiB");
+    let wrong = || "use a form like 4096, 4K, 1.5M or 2GiB".to_owned();
     let number: f64 = number.parse().map_err(|_| wrong())?;
     let unit = unit.trim().trim_end_matches("/s");
     let scale = |base: f64| -> Option<f64> {
@@ -51,7 +52,7 @@ pub(crate) fn check_rates(rates: &[(&str, Option<u64>)]) -> Result<(), Failure> 
 
 /// Reads `OFFSET:LEN`, both as [`parse_size`] does; the range of bytes.
 pub(crate) fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
-    let wrong = || format!("invalid range \"{text}\": use OFFSET:LEN, such as 1G:64M");
+    let wrong = || "use OFFSET:LEN, such as 1G:64M".to_owned();
     let (offset, len) = text.split_once(':').ok_or_else(wrong)?;
     let (offset, len) = (parse_size(offset)?, parse_size(len)?);
     let end = offset.checked_add(len).filter(|_| len > 0).ok_or_else(wrong)?;
@@ -61,7 +62,7 @@ pub(crate) fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
 /// Reads `30ms`, `1.5s`, `2m`, `1h`, `7d` or `4w`; a number alone is one of seconds.
 pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     let text = text.trim();
-    let wrong = || format!("invalid time \"{text}\": use a form like 30ms, 10, 5s, 2m, 1h or 7d");
+    let wrong = || "use a form like 30ms, 10, 5s, 2m, 1h or 7d".to_owned();
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let number: f64 = text[..split].parse().map_err(|_| wrong())?;
     let scale = match text[split..].trim() {
@@ -75,7 +76,7 @@ pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     };
     let seconds = number * scale;
     if !(1e-3..=1e8).contains(&seconds) {
-        return Err(format!("time \"{text}\" is out of range: give 1ms to 1000d"));
+        return Err("give a time from 1ms to 1000d".to_owned());
     }
     Ok(Duration::from_secs_f64(seconds))
 }
@@ -120,14 +121,13 @@ where
 pub(crate) fn parse_factor(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(factor) if (0.0..=1.0).contains(&factor) => Ok(factor),
-        _ => Err(format!("invalid factor \"{text}\": give a number from 0 to 1")),
+        _ => Err("give a number from 0 to 1".to_owned()),
     }
 }
 
 /// Reads `90d` or `12h` from now, or a date; seconds since 1970.
 pub(crate) fn parse_expiry(text: &str) -> Result<u64, String> {
-    let wrong =
-        || format!("invalid time \"{text}\": use a form like 90d or 12h, or a date such as 2027-03-01");
+    let wrong = || "use a form like 90d or 12h, or a date such as 2027-03-01".to_owned();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     for (unit, seconds) in [('d', DAY), ('h', 3600), ('m', 60), ('s', 1)] {
         if let Some(count) = text.strip_suffix(unit) {

@@ -782,7 +782,7 @@ fn what_can_not_be_mirrored_is_refused() {
     let mut scene = Scene::new("mirror refusals", 8 * MIB);
     let replica = scene.replica.clone();
     for (options, words) in [
-        (["--rpo", "soon"], ["invalid time"]),
+        (["--rpo", "soon"], ["use a form like"]),
         (["--alpha", "2"], ["from 0 to 1"]),
         (["--rate", "0"], ["above zero"]),
     ] {
