@@ -383,6 +383,8 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  \
         dsync demote /srv/vm.raw far:/srv/vm.raw\n      \
         a planned switch: sync a last time, and tell the replica\n  \
+        dsync demote --job vm-far\n      \
+        the same, with all that /etc/dsync/vm-far.conf says of it\n  \
         dsync demote /srv/vm.raw --save lost.delta\n      \
         the old source is back after a failover\n  \
         dsync demote /srv/vm.raw --discard\n  \
@@ -472,12 +474,28 @@ pub(crate) enum Command {
         folder: PathBuf,
     },
 
+    /// Print the names of jobs or sources, for completions
+    #[command(hide = true)]
+    Names {
+        /// Which
+        what: Names,
+    },
+
     /// Write completions for a shell to standard output
     #[command(hide = true)]
     Completions {
         /// The shell
         shell: clap_complete::Shell,
     },
+}
+
+/// What can be named.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Names {
+    /// Jobs, by their files
+    Jobs,
+    /// Sources, by their exports and paths
+    Sources,
 }
 
 /// How a source is opened.
@@ -505,6 +523,14 @@ pub(crate) struct MetricsArg {
     /// an address and a port, or unix:PATH
     #[arg(long, value_name = "ADDRESS", value_parser = Address::parse)]
     pub metrics: Option<Address>,
+}
+
+/// The job that names what a command is about.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct JobArg {
+    /// Take what is not given here from this job of "dsync run": SRC, DST, and how the other host is reached
+    #[arg(long = "job", value_name = "JOB")]
+    pub named: Option<String>,
 }
 
 /// Whether a command waits for what is in use.
@@ -1180,6 +1206,8 @@ pub(crate) struct Combine {
 /// `verify`.
 #[derive(Debug, Args)]
 pub(crate) struct Verify {
+    #[command(flatten)]
+    pub job: JobArg,
     /// Image, block device, or export name, on this host or on another
     #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
@@ -1230,6 +1258,8 @@ pub(crate) struct Recover {
 /// `rewind`.
 #[derive(Debug, Args)]
 pub(crate) struct Rewind {
+    #[command(flatten)]
+    pub job: JobArg,
     /// Path of the replica; with --group, the folder of the replicas
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
@@ -1253,6 +1283,8 @@ pub(crate) struct Rewind {
 /// `promote`.
 #[derive(Debug, Args)]
 pub(crate) struct Promote {
+    #[command(flatten)]
+    pub job: JobArg,
     /// Path of the replica; with --group, the folder of the replicas
     #[arg(value_name = "REPLICA")]
     pub replica: PathBuf,
@@ -1278,8 +1310,10 @@ pub(crate) struct Promote {
 /// `demote`.
 #[derive(Debug, Args)]
 pub(crate) struct Demote {
+    #[command(flatten)]
+    pub job: JobArg,
     /// Image, block device, or export name
-    #[arg(value_name = "SRC", required_unless_present = "group")]
+    #[arg(value_name = "SRC", required_unless_present_any = ["group", "named"])]
     pub source: Option<String>,
     /// Path of the replica that will be promoted; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the
     /// replicas

@@ -31,6 +31,7 @@ mod metrics;
 mod mirror_command;
 mod mirroring;
 mod monitor;
+mod named_job;
 mod output;
 mod pipes;
 mod rehearsal;
@@ -44,6 +45,7 @@ mod table;
 mod track;
 mod units;
 mod unix_socket;
+mod usage;
 mod verify_command;
 mod wait;
 mod watch;
@@ -74,8 +76,15 @@ fn main() -> ExitCode {
             return ExitCode::from(failure::USAGE);
         }
     };
+    let words = match named_job::resolve(words) {
+        Ok(words) => words,
+        Err(error) => {
+            eprintln!("dsync: {}", link::printable(&failure::text(&error)));
+            return ExitCode::from(failure::code(&error));
+        }
+    };
     // Bad usage ends here, with clap's own message and code 2.
-    let cli = Cli::try_parse_from(&words).unwrap_or_else(|error| bad_usage(error, &words));
+    let cli = Cli::try_parse_from(&words).unwrap_or_else(|error| usage::bad(error, &words));
     let output = Output::new(&cli);
     let (cli, output) = match job::resolve(cli) {
         Ok(Some(cli)) => {
@@ -115,20 +124,6 @@ fn failed(error: &anyhow::Error, output: &Output) -> ExitCode {
     let code = failure::code(error);
     output.error(&failure::text(error), code);
     ExitCode::from(code)
-}
-
-/// Options whose value may be omitted, so that it must follow a `=`.
-const OPTIONAL_VALUES: [&str; 4] = ["--compress", "--digests", "--wait", "--watch"];
-
-/// Ends the program with the parser's message. A value that was meant for an option, and was taken for a path, is named.
-fn bad_usage(error: clap::Error, words: &[OsString]) -> ! {
-    let mut pairs = words.windows(2).filter_map(|pair| Some((pair[0].to_str()?, pair[1].to_str()?)));
-    let meant = pairs.find(|(option, value)| OPTIONAL_VALUES.contains(option) && !value.starts_with('-'));
-    if let (clap::error::ErrorKind::UnknownArgument, Some((option, value))) = (error.kind(), meant) {
-        eprintln!("error: the value of {option} follows a \"=\": {option}={value}");
-        std::process::exit(failure::USAGE.into());
-    }
-    error.exit()
 }
 
 /// Called as `dmextract` or `dmmerge` the program takes the arguments that the paper gives them: one name.
@@ -222,6 +217,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Run(_) => return Err(Failure::usage("a job cannot run a job").into()),
         Command::Man { folder } => manual::pages(folder)?,
         Command::Completions { shell } => manual::completions(*shell),
+        Command::Names { what } => manual::names(*what, &state)?,
     }
     Ok(0)
 }

@@ -6,9 +6,11 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use clap::{Arg, Command, CommandFactory};
 use clap_mangen::Man;
+use source::StateDir;
 
-use crate::args::Cli;
+use crate::args::{Cli, Names};
 use crate::failure::Failure;
+use crate::job;
 
 /// Writes a page for the program and one for each command into an existing directory.
 pub(crate) fn pages(folder: &Path) -> Result<()> {
@@ -123,12 +125,75 @@ fn examples(text: &str, page: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
+/// Prints the names of jobs or sources, one a line, for completions.
+pub(crate) fn names(what: Names, state: &StateDir) -> Result<()> {
+    let names: Vec<String> = match what {
+        Names::Jobs => job::known(&job::usual_folder()),
+        Names::Sources => {
+            let sources = state.survey()?.sources;
+            let named = |about: &source::About| [about.name(), about.path.display().to_string()];
+            sources.iter().flat_map(|(_, about)| named(about)).collect()
+        }
+    };
+    let _ = writeln!(io::stdout(), "{}", names.join("\n"));
+    Ok(())
+}
+
+/// What asks for the names of jobs and sources when they are completed, for each shell.
+const BASH_NAMES: &str = r#"
+_dsync_names() {
+    _dsync "$@"
+    local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" names=
+    case "$before:${COMP_WORDS[1]}" in
+        --job:*|run:run) names=$(dsync names jobs 2>/dev/null) ;;
+        *:sync|*:mirror|*:verify|*:demote|*:status|*:checkpoint|*:changes|*:extract|*:forget)
+            [[ $current == -* ]] || names=$(dsync names sources 2>/dev/null) ;;
+    esac
+    COMPREPLY+=($(compgen -W "$names" -- "$current"))
+}
+complete -F _dsync_names -o nosort -o bashdefault -o default dsync
+"#;
+const ZSH_NAMES: &str = r#"
+_dsync_jobs() { local -a names=(${(f)"$(dsync names jobs 2>/dev/null)"}); compadd -a names }
+_dsync_sources() { local -a names=(${(f)"$(dsync names sources 2>/dev/null)"}); compadd -a names; _files }
+"#;
+const FISH_NAMES: &str = r#"
+complete -c dsync -n "__fish_seen_subcommand_from run" -f -a "(dsync names jobs 2>/dev/null)"
+complete -c dsync -n "__fish_seen_subcommand_from demote promote rewind verify" -l job -x -a "(dsync names jobs 2>/dev/null)"
+complete -c dsync -n "__fish_seen_subcommand_from sync mirror verify demote status checkpoint changes extract forget" -a "(dsync names sources 2>/dev/null)"
+"#;
+
+/// A completion that asks for names too.
+fn with_names(shell: clap_complete::Shell, text: &str) -> String {
+    use clap_complete::Shell;
+    match shell {
+        Shell::Bash => format!("{text}{BASH_NAMES}"),
+        Shell::Fish => format!("{text}{FISH_NAMES}"),
+        Shell::Zsh => {
+            let (head, rest) = text.split_once('\n').unwrap_or((text, ""));
+            let line = |line: &str| match line {
+                _ if line.contains("]:JOB:") || line.starts_with("':job") => {
+                    line.replace(":_default'", ":_dsync_jobs'")
+                }
+                _ if line.starts_with("':source") || line.starts_with("'::source") => {
+                    line.replace(":_default'", ":_dsync_sources'")
+                }
+                _ => line.to_owned(),
+            };
+            let lines: Vec<String> = rest.lines().map(line).collect();
+            format!("{head}\n{ZSH_NAMES}{}\n", lines.join("\n"))
+        }
+        _ => text.to_owned(),
+    }
+}
+
 /// Writes the completions for a shell to standard output, without hidden commands.
 pub(crate) fn completions(shell: clap_complete::Shell) {
     // Through memory: the generator panics if the reader is gone.
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut visible(&Cli::command()), "dsync", &mut text);
-    let _ = std::io::stdout().write_all(&text);
+    let text = with_names(shell, &String::from_utf8_lossy(&text));
+    let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
 /// A command without what its help hides.
@@ -171,6 +236,18 @@ mod tests {
             }
             for hidden in ["cycles", "fixed-interval", "stages", "completions"] {
                 assert!(!text.contains(hidden), "{shell}: {hidden}");
+            }
+            let text = with_names(shell, &text);
+            for asked in ["names jobs", "names sources"] {
+                assert!(text.contains(asked), "{shell}: {asked}");
+            }
+            if shell == clap_complete::Shell::Zsh {
+                assert!(text.starts_with("#compdef dsync\n"), "{text}");
+                assert!(
+                    text.matches(":_dsync_jobs'").count() >= 5
+                        && text.matches(":_dsync_sources'").count() >= 4,
+                    "{text}"
+                );
             }
         }
     }

@@ -10,7 +10,7 @@ use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::{self, Loop};
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Output, Random, Run, image, need_root, rounds, say, skipped};
+use dsync_tests::{Output, Random, Run, Scene, image, need_root, rounds, say, skipped};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = image::BLOCK;
@@ -1870,4 +1870,29 @@ fn keeping_a_rehearsal_survives_its_death() {
         equal(&near, &far);
     }
     println!("{} were promoted, {} were as before", ends[0], ends[1]);
+}
+
+/// On the worst day nobody types from memory what a job has: the source, the replica, and how that is reached.
+#[test]
+fn a_job_names_what_is_demoted_promoted_and_verified() {
+    let scene = Scene::synced("a job that is named", 8 * MIB);
+    let site = &scene.site;
+    let folder = site.path("conf");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let (source, replica) = (scene.image.display(), scene.replica.display());
+    let text = format!("command = sync\nsource = {source}\ndestination = {replica}\nkeep-last = 3\n");
+    std::fs::write(folder.join("copy.conf"), text).expect("a job");
+    let told = site.dsync(["verify", "--job", "copy"]).ok().text();
+    assert!(told.contains(&format!("{replica} at epoch 1: no differences")), "{told}");
+    assert!(site.dsync(["rewind", "--job=copy"]).ok().text().contains(&scene.replica.display().to_string()));
+    site.dsync(["demote", "--job", "nothing"]).code(2).says(&["no job \"nothing\"", "copy"]);
+    let names = site.dsync(["names", "jobs"]).ok().text();
+    assert_eq!(names, "copy\n");
+    let names = site.dsync(["names", "sources"]).ok().text();
+    assert!(names.lines().any(|name| name == "vm") && names.contains(&source.to_string()), "{names}");
+    let Scene { mut server, site, replica, .. } = scene;
+    server.take().expect("a server").stop();
+    site.dsync(["demote", "--job", "copy"]).ok();
+    let told = site.dsync(["promote", "--job", "copy"]).ok().text();
+    assert!(told.contains(&replica.display().to_string()) && told.contains("term 2"), "{told}");
 }

@@ -826,3 +826,18 @@ fn a_value_that_cannot_be_read_is_named_once() {
         );
     }
 }
+
+#[test]
+fn words_of_other_tools_lead_to_ours() {
+    let site = Site::new();
+    for (word, way) in [
+        ("backup", "dsync sync SRC DST"),
+        ("check", "dsync verify SRC DST"),
+        ("restore", "dsync sync --adopt REPLICA DISK"),
+        ("init", "nothing is to be set up"),
+        ("list", "dsync status"),
+    ] {
+        site.dsync([word, "/srv/vm.raw"]).code(2).says(&[&format!("there is no command \"{word}\""), way]);
+    }
+    site.dsync(["frobnicate"]).code(2).says(&["unrecognized subcommand"]);
+}
