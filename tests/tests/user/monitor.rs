@@ -287,6 +287,23 @@ fn an_image_that_was_never_served_is_no_problem() {
 }
 
 #[test]
+fn a_first_copy_that_goes_on_is_one() {
+    let (site, far) = (Site::new(), Far::new(RSH));
+    let image = site.image("vm.raw", 32 * MIB);
+    std::fs::write(&image, Random::new("a first copy that goes on").bytes(32 << 20)).expect("a content");
+    let destination = format!("far:{}", far.replica().display());
+    let sync = || {
+        let run = site.dsync(["sync", "--json", "--rsh", RSH]).arg(&image).arg(&destination);
+        run.env("RSH_STATE", far.site.state())
+    };
+    sync().env("RSH_CUT", (8 * MIB).to_string()).code(1);
+    let went_on = sync().ok().summary();
+    let found = [&went_on["method"], &went_on["trust"]].map(|field| field.as_str().expect("a word"));
+    assert!(found == ["copy", "seeded"] && went_on["resumed"] == true, "{went_on}");
+    assert!(dsync_tests::scene::number(&went_on, "bytes_sent") < 30 << 20, "{went_on}");
+}
+
+#[test]
 fn a_verification_that_fails_is_not_a_replica_out_of_date() {
     let scene = Scene::synced("a mistyped verification", 4 * MIB);
     let verify = |options: &[&str]| scene.site.dsync(["verify", "vm"]).arg(&scene.replica).args(options);
