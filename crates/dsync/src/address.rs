@@ -24,7 +24,7 @@ impl Address {
         }
         let port = || Some(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), text.parse().ok()?));
         text.parse().ok().or_else(port).map(Address::Tcp).ok_or_else(|| {
-            format!("invalid address \"{text}\": use a form like 9750 (on 127.0.0.1), 192.0.2.7:9750 or unix:/run/dsync/metrics.sock")
+            "use a form like 9750 (on 127.0.0.1), 192.0.2.7:9750 or unix:/run/dsync/metrics.sock".to_owned()
         })
     }
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use compare::Hash;
 use compare::rolling::Cycles;
@@ -14,6 +15,19 @@ use crate::bandwidth::Bandwidth;
 use crate::failure::Failure;
 use crate::units::{self, parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
 
+/// What finds the changes, and how they are committed.
+const METHOD: &str = "Method";
+/// What stays of a replica's past.
+const KEPT: &str = "What is kept";
+/// How much of what may be used, and for how long.
+const LIMITS: &str = "Limits";
+/// How the other host is reached.
+const REMOTE: &str = "Remote";
+/// What few need.
+const ADVANCED: &str = "Advanced";
+/// What every command has.
+const GLOBAL: &str = "Global options";
+
 /// Keep a copy of a disk up to date by moving only the blocks that changed.
 #[derive(Debug, Parser)]
 #[command(
@@ -21,31 +35,34 @@ use crate::units::{self, parse_expiry, parse_factor, parse_range, parse_size, pa
     version,
     max_term_width = 100,
     after_help = "A first copy, and every later one:\n  \
-        dsync serve /srv/vm.raw --socket /run/vm.sock      a VM or any NBD client writes through it\n  \
-        dsync sync /srv/vm.raw backup:/srv/vm.raw          first everything, later what changed\n  \
-        dsync status                                       what is tracked, and what each replica lacks\n\n\
+        dsync serve /srv/vm.raw --socket /run/vm.sock\n      \
+        a VM or any NBD client writes through it\n  \
+        dsync sync /srv/vm.raw backup:/srv/vm.raw\n      \
+        first everything, later what changed\n  \
+        dsync status\n      \
+        what is tracked, and what each replica lacks\n\n\
         A demonstration on a scratch disk, in under a minute:\n  \
         dsync demo\n\n\
-        Exit codes: 0 done, 1 failed, 2 bad usage, 3 tracking lost where it is required,\n\
-        4 refused (replica, state or key), 5 verify found differences, 6 in use by another program\n\
-        (--wait waits), 130 interrupted."
+        Exit codes: 0 done, 1 failed, 2 bad usage, 3 tracking lost where it is required, 4 refused (replica, \
+        state or key), 5 verify found differences, 6 in use by another program (--wait waits), 130 \
+        interrupted."
 )]
 pub(crate) struct Cli {
     /// State directory: records, keys, state of replicas on devices [default: $DSYNC_STATE_DIR, else /var/lib/dsync for root, else
     /// ~/.local/state/dsync]
-    #[arg(long, global = true, value_name = "DIR")]
+    #[arg(long, global = true, value_name = "DIR", help_heading = GLOBAL)]
     pub state_dir: Option<PathBuf>,
 
     /// Print one JSON object per line on standard output: message_type status, error or summary
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = GLOBAL)]
     pub json: bool,
 
     /// Print more
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = GLOBAL)]
     pub verbose: u8,
 
     /// Print errors and warnings only
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = GLOBAL)]
     pub quiet: bool,
 
     /// What to do
@@ -58,112 +75,158 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Bring a replica up to date, or create it
     #[command(after_help = "Examples:\n  \
-        dsync sync /srv/vm.raw /backup/vm.raw              on this host\n  \
-        dsync sync vm backup:/srv/vm.raw                   a served disk, by its export name, over ssh\n  \
-        dsync sync -n /srv/vm.raw backup:/srv/vm.raw       what would be sent\n  \
+        dsync sync /srv/vm.raw /backup/vm.raw\n      \
+        on this host\n  \
+        dsync sync vm backup:/srv/vm.raw\n      \
+        a served disk, by its export name, over ssh\n  \
+        dsync sync -n /srv/vm.raw backup:/srv/vm.raw\n      \
+        what would be sent\n  \
         dsync sync --bwlimit 10M --compress /srv/vm.raw root@far:/dev/vg0/vm\n  \
-        dsync sync --adopt /srv/vm.raw far:/srv/vm.raw     take over a copy made by other means\n  \
-        dsync sync --keep 24h/10m,7d/1h vm backup:/srv/vm.raw    keep earlier moments: see \"dsync rewind\"\n  \
-        dsync sync --method rolling dump.sql far:dump.sql  a file with inserted or moved content\n  \
-        dsync sync --digests /srv/vm.raw far:/srv/vm.raw   compare without reading the replica\n  \
-        dsync sync --wait=1h vm backup:/srv/vm.raw         let another sync of it end first\n  \
-        dsync sync --hook /etc/dsync/hold-guest vm backup:/srv/vm.raw    a database is told of the cut\n  \
-        dsync sync /srv/vm.raw tls://far/vm.raw            without ssh: see \"dsync key\"\n  \
-        dsync sync vm ssh://root@far:2222/srv/vm.raw       a port; an IPv6 address is in brackets\n  \
-        dsync sync prod:/srv/vm.raw /backup/vm.raw         run by the host that has the replica\n  \
-        dsync sync --adopt backup:/srv/vm.raw /srv/vm.raw  restore a disk from its replica\n  \
-        dsync sync --group db backup:/srv                  all disks of a group, as they were at one moment\n\n\
-        One end may be on another host, where dsync is installed too. A path with a slash before its colon is\n\
-        local. HOST:PATH and HOST:~/PATH are relative to the home folder there, ssh://HOST[:PORT]/PATH is absolute.\n\
-        tls://HOST[:PORT]/PATH is a path in the first --into folder of \"dsync receive\" on that host, or in the first\n\
-        --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an absolute path.\n\n\
-        A block device is a new destination only if it looks blank, at its first and last MiB and at 64 places between\n\
-        them. Take over one with other content with --adopt.\n\n\
-        --hook starts a command before the cut, the moment that the copy shows. It reads \"begin\" from standard input,\n\
-        and prints \"ready\" when the disk may be cut; it reads \"cut\" after that, and \"end\" after the commit (\"failed\"\n\
-        if there is none). If it ends before it is ready, or takes too long, the sync ends before the cut. See\n\
-        docs/guide.md.\n\n\
+        dsync sync --adopt /srv/vm.raw far:/srv/vm.raw\n      \
+        take over a copy made by other means\n  \
+        dsync sync --keep 24h/10m,7d/1h vm backup:/srv/vm.raw\n      \
+        keep earlier moments: see \"dsync rewind\"\n  \
+        dsync sync --method rolling dump.sql far:dump.sql\n      \
+        a file with inserted or moved content\n  \
+        dsync sync --digests /srv/vm.raw far:/srv/vm.raw\n      \
+        compare without reading the replica\n  \
+        dsync sync --wait=1h vm backup:/srv/vm.raw\n      \
+        let another sync of it end first\n  \
+        dsync sync --hook /etc/dsync/hold-guest vm backup:/srv/vm.raw\n      \
+        a database is told of the cut\n  \
+        dsync sync /srv/vm.raw tls://far/vm.raw\n      \
+        without ssh: see \"dsync key\"\n  \
+        dsync sync vm ssh://root@far:2222/srv/vm.raw\n      \
+        a port; an IPv6 address is in brackets\n  \
+        dsync sync prod:/srv/vm.raw /backup/vm.raw\n      \
+        run by the host that has the replica\n  \
+        dsync sync --adopt backup:/srv/vm.raw /srv/vm.raw\n      \
+        restore a disk from its replica\n  \
+        dsync sync --group db backup:/srv\n      \
+        all disks of a group, as they were at one moment\n\n\
+        One end may be on another host, where dsync is installed too. A path with a slash before its colon \
+        is local. HOST:PATH and HOST:~/PATH are relative to the home folder there, ssh://HOST[:PORT]/PATH is \
+        absolute. tls://HOST[:PORT]/PATH is a path in the first --into folder of \"dsync receive\" on that \
+        host, or in the first --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an \
+        absolute path.\n\n\
+        A block device is a new destination only if it looks blank, at its first and last MiB and at 64 \
+        places between them. Take over one with other content with --adopt.\n\n\
+        --hook starts a command before the cut, the moment that the copy shows. It reads \"begin\" from \
+        standard input, and prints \"ready\" when the disk may be cut; it reads \"cut\" after that, and \
+        \"end\" after the commit (\"failed\" if there is none). If it ends before it is ready, or takes too \
+        long, the sync ends before the cut. See docs/guide.md.\n\n\
         The summary says how changes were found: tracked, compared (and why), or copied.\n\n\
-        With --group, all members of a group (see \"dsync serve --help\") are cut at one moment, and their replicas are\n\
-        committed together: after any crash all of them are at the same moment. See docs/groups.md.")]
+        With --group, all members of a group (see \"dsync serve --help\") are cut at one moment, and their \
+        replicas are committed together: after any crash all of them are at the same moment. See \
+        docs/groups.md.")]
     Sync(Sync),
 
     /// Keep a replica seconds behind until stopped
     #[command(after_help = "Examples:\n  \
-        dsync mirror vm backup:/srv/vm.raw                 a served disk, over ssh\n  \
-        dsync mirror --rpo 30s --compress vm backup:/srv/vm.raw    a slow link: fewer and larger batches\n  \
-        dsync mirror --rate 20M vm /mnt/copy/vm.raw        move no more than 20 MiB of changes a second\n  \
-        dsync mirror --bwlimit 08:00-18:00=10M,22:00-23:00=pause,else=off vm backup:/srv/vm.raw\n  \
-        dsync mirror --json -v vm backup:/srv/vm.raw       one JSON object a batch: blocks, times, lag\n  \
-        dsync mirror --group db backup:/srv                all disks of a group, committed together\n\n\
-        The mirror begins with a sync. After that, changes are sent in batches. The replica commits each batch\n\
-        whole or not at all, so it is always the disk as it was at one moment. The interval between batches\n\
-        adapts to the speed of both sites and is at most half of --rpo. If the link or the peer fails, the\n\
-        mirror reports it and retries; the source is not slowed down meanwhile.\n\n\
-        While it mirrors, a first SIGINT or SIGTERM brings the replica up to date and stops; a second one\n\
+        dsync mirror vm backup:/srv/vm.raw\n      \
+        a served disk, over ssh\n  \
+        dsync mirror --rpo 30s --compress vm backup:/srv/vm.raw\n      \
+        a slow link: fewer and larger batches\n  \
+        dsync mirror --bwlimit 08:00-18:00=10M,else=off vm backup:/srv/vm.raw\n      \
+        no more than 10 MiB a second by day\n  \
+        dsync mirror --json -v vm backup:/srv/vm.raw\n      \
+        one JSON object a batch: blocks, times, lag\n  \
+        dsync mirror --group db backup:/srv\n      \
+        all disks of a group, committed together\n\n\
+        The mirror begins with a sync. After that, changes are sent in batches. The replica commits each \
+        batch whole or not at all, so it is always the disk as it was at one moment. The interval between \
+        batches adapts to the speed of both sites and is at most half of --rpo. If the link or the peer \
+        fails, the mirror reports it and retries; the source is not slowed down meanwhile.\n\n\
+        While it mirrors, a first SIGINT or SIGTERM brings the replica up to date and stops; a second one \
         stops at once.\n\n\
-        A disk tracked with \"dsync track\" is mirrored as one sync after another, each with a short freeze,\n\
+        A disk tracked with \"dsync track\" is mirrored as one sync after another, each with a short freeze, \
         at most one a second, and no more than four within --rpo.\n\n\
-        --hook (see \"dsync sync --help\") is held around the cuts of these syncs, and of a served disk around the end of\n\
-        each epoch (--epoch), while batches go on. If it fails then, the mirror says so and tries again at the next.\n\n\
-        A group is mirrored by one common commit after another, at least two within --rpo and four a second at most.\n\
-        With --hook, which is held around the common cut of all disks, they are a second apart at least, and no more than\n\
-        four within --rpo. A hook that fails delays them: the replicas stay at the commit before, and the mirror says so\n\
-        and tries again.")]
+        --hook (see \"dsync sync --help\") is held around the cuts of these syncs, and of a served disk \
+        around the end of each epoch (--epoch), while batches go on. If it fails then, the mirror says so \
+        and tries again at the next.\n\n\
+        A group is mirrored by one common commit after another, at least two within --rpo and four a second \
+        at most. With --hook, which is held around the common cut of all disks, they are a second apart at \
+        least, and no more than four within --rpo. A hook that fails delays them: the replicas stay at the \
+        commit before, and the mirror says so and tries again.")]
     Mirror(Mirror),
 
     /// Serve disks to NBD clients and record their writes
     #[command(after_help = "Examples:\n  \
         dsync serve /srv/vm.raw --socket /run/vm.sock\n  \
-        qemu-system-x86_64 … -device virtio-blk-pci,drive=vm -blockdev driver=nbd,node-name=vm,\\\n    \
-            server.type=unix,server.path=/run/vm.sock,export=vm,reconnect-delay=30,discard=unmap\n  \
+        qemu-system-x86_64 … -device virtio-blk-pci,drive=vm \\\n      \
+        -blockdev driver=nbd,node-name=vm,server.type=unix,\\\n      \
+        server.path=/run/vm.sock,export=vm,reconnect-delay=30,discard=unmap\n  \
         nbdinfo --map=qemu:dirty-bitmap:dsync 'nbd+unix:///vm?socket=/run/vm.sock'\n  \
-        nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is now\n  \
-        dsync serve /srv/vm.raw --socket /run/vm.sock --metrics 9750    for Prometheus, on loopback\n  \
-        dsync serve /srv/vm.raw@now --writable --socket /run/try.sock   a rehearsal on a replica\n  \
-        dsync serve /srv/vm.raw@now --writable --save try.delta --socket /run/try.sock   one that may be kept\n  \
-        dsync serve /srv/vm.raw@41 --socket /run/41.sock   a replica as it was at epoch 41\n  \
-        dsync serve --group /srv/db@now --writable --socket /run/try.sock    the replicas of a group, at one moment\n\n\
+        nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw\n      \
+        the disk as it is now\n  \
+        dsync serve /srv/vm.raw --socket /run/vm.sock --metrics 9750\n      \
+        for Prometheus, on loopback\n  \
+        dsync serve /srv/vm.raw@now --writable --socket /run/try.sock\n      \
+        a rehearsal on a replica\n  \
+        dsync serve /srv/vm.raw@now --writable --save try.delta --socket /run/try.sock\n      \
+        one that may be kept\n  \
+        dsync serve /srv/vm.raw@41 --socket /run/41.sock\n      \
+        a replica as it was at epoch 41\n  \
+        dsync serve --group /srv/db@now --writable --socket /run/try.sock\n      \
+        the replicas of a group, at one moment\n\n\
         Without --socket and --tcp it serves the socket that a service manager passes to it (LISTEN_FDS):\n  \
-        nbdinfo [ dsync serve /srv/vm.raw ]                serves for as long as nbdinfo runs\n\n\
+        nbdinfo [ dsync serve /srv/vm.raw ]\n      \
+        serves for as long as nbdinfo runs\n\n\
         Several disks of one machine, whose replicas must be of one moment, are a group:\n  \
         dsync serve /srv/data.raw /srv/log.raw --group db --socket /run/db.sock\n  \
         dsync sync --group db backup:/srv\n\n\
-        An export is named after its file, without the extension. NAME@view is a snapshot of the moment at which\n\
-        the first client connected to it, and lasts until the last one disconnects. NAME@view.READER is a\n\
-        private snapshot, shared by all connections that use this name. A snapshot offers the blocks changed\n\
-        since each named checkpoint as qemu:dirty-bitmap:CHECKPOINT (see \"dsync checkpoint --help\").\n\n\
-        REPLICA@now is a replica at its present moment, REPLICA@EPOCH or 'REPLICA@10 minutes ago' at one that\n\
-        --keep has kept (\"dsync rewind REPLICA\" lists them). Syncs and mirrors go on beneath: they never wait for it\n\
-        or fail because of it. If what they replace cannot be kept for it, its clients get I/O errors.")]
+        An export is named after its file, without the extension. NAME@view is a snapshot of the moment at \
+        which the first client connected to it, and lasts until the last one disconnects. NAME@view.READER \
+        is a private snapshot, shared by all connections that use this name. A snapshot offers the blocks \
+        changed since each named checkpoint as qemu:dirty-bitmap:CHECKPOINT (see \"dsync checkpoint \
+        --help\").\n\n\
+        REPLICA@now is a replica at its present moment, REPLICA@EPOCH or 'REPLICA@10 minutes ago' at one \
+        that --keep has kept (\"dsync rewind REPLICA\" lists them). Syncs and mirrors go on beneath: they \
+        never wait for it or fail because of it. If what they replace cannot be kept for it, its clients get \
+        I/O errors.")]
     Serve(Serve),
 
     /// Record the writes to a block device in use
     #[command(after_help = "Examples:\n  \
-        dsync track add /dev/sdb                           mounted or not; nothing is restarted\n  \
+        dsync track add /dev/sdb\n      \
+        mounted or not; nothing is restarted\n  \
         dsync status /dev/sdb\n  \
         dsync track remove /dev/sdb\n  \
-        dsync track add --group db /dev/sdb; dsync track add --group db /dev/sdc; dsync sync --group db backup:/srv/db\n  \
-        dsync track add --with dm --meta /dev/sdc1 /dev/sdb   as /dev/mapper/sdb-tracked\n\n\
+        dsync track add --group db /dev/sdb\n  \
+        dsync track add --group db /dev/sdc\n  \
+        dsync sync --group db backup:/srv/db\n  \
+        dsync track add --with dm --meta /dev/sdc1 /dev/sdb\n      \
+        as /dev/mapper/sdb-tracked\n\n\
         To keep the record across reboots (not for the disk of the root file system):\n  \
         systemctl enable --now \"dsync-track@$(systemd-escape -p /dev/sdb).service\"\n\n\
-        The service runs 'dsync track save' after the last file system on it is unmounted, and 'dsync track\n\
-        restore' before the first one is mounted. The record is trusted only if nothing was written in between.")]
+        The service runs 'dsync track save' after the last file system on it is unmounted, and 'dsync track \
+        restore' before the first one is mounted. The record is trusted only if nothing was written in \
+        between.")]
     Track(Track),
 
     /// Show sources, trackers and replicas, and what each replica lacks
     #[command(after_help = "Examples:\n  \
         dsync status\n  \
-        dsync status -v /srv/vm.raw                        every epoch of its history\n  \
+        dsync status /srv/vm.raw\n      \
+        one disk in detail\n  \
+        dsync status -v /srv/vm.raw\n      \
+        every epoch of its history\n  \
         dsync status /srv/vm.raw --json\n  \
-        dsync status --check --max-age 1h                  for a monitor: problems only\n  \
-        dsync status --watch                               what is wrong, running and behind, until Ctrl-C\n  \
-        dsync status --prometheus                          metrics for node_exporter\n\n\
-        --check reports sources whose changes are not known, so that the next sync compares; replicas that are out\n\
-        of date; copies that a job in /etc/dsync is to make and that never began; and replicas on this host that are\n\
-        incomplete, fuzzy, missing, were changed by other programs, or whose promotion was interrupted. --check and\n\
-        --prometheus change nothing and take no lock: they never make a sync fail. Of a replica on a block device they\n\
-        report changes by other programs after a dsync command noticed them.")]
+        dsync status --check --max-age 1h\n      \
+        for a monitor: problems only\n  \
+        dsync status --watch\n      \
+        again and again, until Ctrl-C\n  \
+        dsync status --prometheus\n      \
+        metrics for node_exporter\n\n\
+        BEHIND of a replica is how long ago it was up to date, and what was written since; a ? is for \
+        changes that are not known. Of a replica whose source is on another host, it is the age of what it \
+        holds.\n\n\
+        --check reports sources whose changes are not known, so that the next sync compares; replicas that \
+        are out of date; copies that a job in /etc/dsync is to make and that never began; and replicas on \
+        this host that are incomplete, fuzzy, missing, were changed by other programs, or whose promotion \
+        was interrupted. --check and --prometheus change nothing and take no lock: they never make a sync \
+        fail. Of a replica on a block device they report changes by other programs after a dsync command \
+        noticed them.")]
     Status(Status),
 
     /// Write the changed blocks to standard output
@@ -171,11 +234,13 @@ pub(crate) enum Command {
         dsync extract /srv/vm.raw | ssh backup dsync merge /srv/vm.raw\n  \
         dsync extract /srv/vm.raw --since 41 > vm-41.delta\n  \
         dmextract mydev | ssh backup dmmerge /dev/mapper/mydev\n\n\
-        Without --since, the delta begins at the oldest epoch that a replica is known to have; if none is known, it\n\
-        holds the whole disk.\n\n\
-        extract does not learn whether its output was merged. The next delta begins at the same epoch, so deltas\n\
-        grow until a merge is confirmed. To confirm, pass the answer of the merge back, or name its epoch:\n  \
-        dsync extract vm | ssh backup dsync merge --json /srv/vm.raw | dsync checkpoint vm extract --at -\n  \
+        Without --since, the delta begins at the oldest epoch that a replica is known to have; if none is \
+        known, it holds the whole disk.\n\n\
+        extract does not learn whether its output was merged. The next delta begins at the same epoch, so \
+        deltas grow until a merge is confirmed. To confirm, pass the answer of the merge back, or name its \
+        epoch:\n  \
+        dsync extract vm | ssh backup dsync merge --json /srv/vm.raw |\n    \
+        dsync checkpoint vm extract --at -\n  \
         dsync checkpoint vm extract --at 17")]
     Extract(Extract),
 
@@ -183,117 +248,157 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  \
         dsync merge /srv/vm.raw < vm-41.delta\n  \
         ssh prod dsync extract /srv/vm.raw | dsync merge /srv/vm.raw\n\n\
-        The message names the epoch that the replica has now. To keep later deltas small, confirm it at the\n\
+        The message names the epoch that the replica has now. To keep later deltas small, confirm it at the \
         source: dsync checkpoint SRC extract --at EPOCH (see \"dsync extract --help\").")]
     Merge(Merge),
 
     /// Describe a delta and check that it is whole
-    #[command(after_help = "Example:\n  dsync inspect vm-41.delta")]
+    #[command(after_help = "Example:\n  \
+        dsync inspect vm-41.delta")]
     Inspect(Inspect),
 
     /// Set, list or delete named checkpoints, for incremental backups
     #[command(after_help = "Examples:\n  \
-        dsync checkpoint vm backup                         record changes for \"backup\" from now on\n  \
-        dsync checkpoint vm backup --at 17                 \"backup\" has stored epoch 17\n  \
+        dsync checkpoint vm backup\n      \
+        record changes for \"backup\" from now on\n  \
+        dsync checkpoint vm backup --at 17\n      \
+        \"backup\" has stored epoch 17\n  \
         dsync checkpoint vm --list\n  \
         dsync checkpoint vm --delete backup\n  \
-        dsync checkpoint vm                                end the epoch and print its number\n\n\
-        Only its reader moves a checkpoint; the changes since are kept until then. Each snapshot of a served disk\n\
-        (see \"dsync serve --help\") offers, for each checkpoint NAME, the blocks changed from NAME up to that\n\
-        snapshot, as qemu:dirty-bitmap:NAME. The description of the export begins with \"epoch NUMBER\". After it\n\
-        has stored the data, the reader moves its checkpoint to that number with --at; a reader that failed does\n\
-        not, and gets the same changes again the next time. \"dsync changes\" does this for disks that are not\n\
-        served.\n\n\
+        dsync checkpoint vm\n      \
+        end the epoch and print its number\n\n\
+        Only its reader moves a checkpoint; the changes since are kept until then. Each snapshot of a served \
+        disk (see \"dsync serve --help\") offers, for each checkpoint NAME, the blocks changed from NAME up \
+        to that snapshot, as qemu:dirty-bitmap:NAME. The description of the export begins with \"epoch \
+        NUMBER\". After it has stored the data, the reader moves its checkpoint to that number with --at; a \
+        reader that failed does not, and gets the same changes again the next time. \"dsync changes\" does \
+        this for disks that are not served.\n\n\
         With --at - the epoch is read from the output of a merge:\n  \
-        dsync extract vm --since far | ssh far dsync merge --json /srv/vm.raw | dsync checkpoint vm far --at -")]
+        dsync extract vm --since far | ssh far dsync merge --json /srv/vm.raw |\n    \
+        dsync checkpoint vm far --at -")]
     Checkpoint(Checkpoint),
 
     /// Forget a source, a replica, or a checkpoint
     #[command(after_help = "Examples:\n  \
-        dsync forget vm backup:/srv/vm.raw                 a replica that no longer exists\n  \
-        dsync forget vm backup                             a named checkpoint\n  \
-        dsync forget -n /srv/vm.raw                        what it would cost to forget the source\n  \
-        dsync forget /backup/vm.raw                        a replica on this host: it becomes an ordinary file\n  \
-        dsync forget --replica /srv/vm.raw                 a disk that was restored from its replica\n  \
-        dsync forget --group db /srv/log.raw               it is not in the group db any more\n\n\
-        Only the state kept by dsync is removed; disks and images are not touched. A source in use is refused.")]
+        dsync forget vm backup:/srv/vm.raw\n      \
+        a replica that no longer exists\n  \
+        dsync forget vm backup\n      \
+        a named checkpoint\n  \
+        dsync forget -n /srv/vm.raw\n      \
+        what it would cost to forget the source\n  \
+        dsync forget /backup/vm.raw\n      \
+        a replica on this host: it becomes an ordinary file\n  \
+        dsync forget --replica /srv/vm.raw\n      \
+        a disk that was restored from its replica\n  \
+        dsync forget --group db /srv/log.raw\n      \
+        it is not in the group db any more\n\n\
+        Only the state kept by dsync is removed; disks and images are not touched. A source in use is \
+        refused.")]
     Forget(Forget),
 
     /// Print the byte ranges changed since a checkpoint
     #[command(after_help = "Examples:\n  \
-        dsync changes vm --since backup                    one line OFFSET LENGTH a range, in bytes\n  \
+        dsync changes vm --since backup\n      \
+        one line OFFSET LENGTH a range, in bytes\n  \
         dsync changes /dev/sdb --since backup --format json\n  \
         dsync changes vm --since 12 --at 17\n\n\
-        Without --at, the epoch ends and the changes up to now are printed; the JSON has the number of that epoch.\n\
-        Store those bytes, then run: dsync checkpoint SRC NAME --at EPOCH. Blocks of a disk in use that are\n\
-        written meanwhile are read newer than that epoch, and listed again the next time.\n\n\
+        Without --at, the epoch ends and the changes up to now are printed; the JSON has the number of that \
+        epoch. Store those bytes, then run: dsync checkpoint SRC NAME --at EPOCH. Blocks of a disk in use \
+        that are written meanwhile are read newer than that epoch, and listed again the next time.\n\n\
         Exit code 3: the changes are not known (the reason is printed). Read the whole disk then.")]
     Changes(Changes),
 
     /// Combine two consecutive deltas into one
-    #[command(after_help = "Example:\n  dsync combine monday.delta tuesday.delta > both.delta")]
+    #[command(after_help = "Example:\n  \
+        dsync combine monday.delta tuesday.delta > both.delta")]
     Combine(Combine),
 
     /// Check a replica against its source by checksums
     #[command(after_help = "Examples:\n  \
         dsync verify /srv/vm.raw backup:/srv/vm.raw\n  \
-        dsync verify --rate 50M vm backup:/srv/vm.raw      read at most that much a second on each side\n  \
+        dsync verify --rate 50M vm backup:/srv/vm.raw\n      \
+        read at most that much a second on each side\n  \
         dsync verify --range 0:1G --range 8G:1M vm /backup/vm.raw\n  \
-        dsync verify --repair vm backup:/srv/vm.raw        send and commit what differs\n\n\
-        The source may be served and in use: blocks changed since the replica's epoch are left out. Where those\n\
-        are not known (the output says why), every difference is reported, including new changes.\n\
-        With --repair the replica keeps its epoch, and the moments that --keep has kept. Where the source's changes\n\
-        since that epoch are not known, or others have changed the replica, it is brought to the present epoch\n\
-        instead, and its earlier moments are given up. With --range it always keeps its epoch.\n\n\
+        dsync verify --repair vm backup:/srv/vm.raw\n      \
+        send and commit what differs\n\n\
+        The source may be served and in use: blocks changed since the replica's epoch are left out. Where \
+        those are not known (the output says why), every difference is reported, including new changes. With \
+        --repair the replica keeps its epoch, and the moments that --keep has kept. Where the source's \
+        changes since that epoch are not known, or others have changed the replica, it is brought to the \
+        present epoch instead, and its earlier moments are given up. With --range it always keeps its epoch.\n\n\
         Exit code 0: no differences, or all repaired. 5: differences. 1: something could not be read.")]
     Verify(Verify),
 
     /// Complete or roll back an interrupted commit, then report the state of a replica
     #[command(after_help = "Examples:\n  \
-            dsync recover /srv/vm.raw             complete what was interrupted; every command that opens a replica does\n  \
-            dsync recover --accept /srv/vm.raw    its owner, mode or name was changed, or \"cp -a\" brought it back, and its\n                                        \
-            source is not there to compare it with: take it for what it was, with its past")]
+        dsync recover /srv/vm.raw\n      \
+        complete what was interrupted; every command that opens a replica does\n  \
+        dsync recover --accept /srv/vm.raw\n      \
+        its owner, mode or name was changed, or \"cp -a\" brought it back, and its\n      \
+        source is not there to compare it with: take it for what it was, with its\n      \
+        past")]
     Recover(Recover),
 
     /// Bring a replica back to an earlier moment, or list the moments that were kept
     #[command(after_help = "Examples:\n  \
-        dsync sync --keep 24h/10m,7d/1h vm backup:/srv/vm.raw    keep moments from now on\n  \
-        dsync rewind /srv/vm.raw                           list them: time, epoch, space\n  \
+        dsync sync --keep 24h/10m,7d/1h vm backup:/srv/vm.raw\n      \
+        keep moments from now on\n  \
+        dsync rewind /srv/vm.raw\n      \
+        list them: time, epoch, space\n  \
         dsync rewind /srv/vm.raw --to '10 minutes ago'\n  \
-        dsync rewind /srv/vm.raw --to '2026-11-22 13:05'   the last one that is not later\n  \
-        dsync rewind /srv/vm.raw --to 41                   the state of epoch 41\n  \
-        dsync rewind --group /srv/db --to 41               all disks of a group, at common epoch 41\n\n\
-        The time of a moment is that of its commit at the replica: what it holds is no newer. A rewind can be\n\
-        interrupted at any time; run it again then. Later moments stay, so a rewind can be taken back.\n\n\
-        The next \"dsync sync\" sends what the source has now. Stop its timer, or its mirror, before you rewind.")]
+        dsync rewind /srv/vm.raw --to '2026-11-22 13:05'\n      \
+        the last one that is not later\n  \
+        dsync rewind /srv/vm.raw --to 41\n      \
+        the state of epoch 41\n  \
+        dsync rewind --group /srv/db --to 41\n      \
+        all disks of a group, at common epoch 41\n\n\
+        The time of a moment is that of its commit at the replica: what it holds is no newer. A rewind can \
+        be interrupted at any time; run it again then. Later moments stay, so a rewind can be taken back.\n\n\
+        The next \"dsync sync\" sends what the source has now. Stop its timer, or its mirror, before you \
+        rewind.")]
     Rewind(Rewind),
 
     /// Make a replica the source: it keeps the id and goes on with the history
     #[command(after_help = "Examples:\n  \
-        dsync promote /srv/vm.raw                          after \"dsync demote\" where the source was\n  \
-        dsync promote --force /srv/vm.raw                  the source is gone, with what it wrote last\n  \
-        dsync promote -n --force /srv/vm.raw               which moment that would be\n  \
-        dsync promote --force /srv/vm.raw --with try.delta   with what was written to a rehearsal\n  \
-        dsync promote --group /srv/db                      all disks of a group, or none\n  \
-        dsync serve /srv/vm.raw --socket /run/vm.sock      from then on it is a source like any other\n\n\
-        A promoted replica accepts no deltas. Its term, which status shows, is one higher than that of the source it\n\
-        followed; two sources with the same id that meet are told apart by it and refused, before anything is written.\n\n\
-        When the old source returns, run \"dsync demote\" there and sync to it: that sends what was written on either\n\
-        side since, and nothing else. docs/failover.md shows all of it.")]
+        dsync promote /srv/vm.raw\n      \
+        after \"dsync demote\" where the source was\n  \
+        dsync promote --force /srv/vm.raw\n      \
+        the source is gone, with what it wrote last\n  \
+        dsync promote -n --force /srv/vm.raw\n      \
+        which moment that would be\n  \
+        dsync promote --force /srv/vm.raw --with try.delta\n      \
+        with what was written to a rehearsal\n  \
+        dsync promote --group /srv/db\n      \
+        all disks of a group, or none\n  \
+        dsync serve /srv/vm.raw --socket /run/vm.sock\n      \
+        from then on it is a source like any other\n\n\
+        A promoted replica accepts no deltas. Its term, which status shows, is one higher than that of the \
+        source it followed; two sources with the same id that meet are told apart by it and refused, before \
+        anything is written.\n\n\
+        When the old source returns, run \"dsync demote\" there and sync to it: that sends what was written \
+        on either side since, and nothing else. docs/failover.md shows all of it.")]
     Promote(Promote),
 
     /// Make a source a replica, of the one that was or will be promoted
     #[command(after_help = "Examples:\n  \
-        dsync demote /srv/vm.raw far:/srv/vm.raw           a planned switch: sync a last time, and tell the replica\n  \
-        dsync demote /srv/vm.raw --save lost.delta         the old source is back after a failover\n  \
+        dsync demote /srv/vm.raw far:/srv/vm.raw\n      \
+        a planned switch: sync a last time, and tell the replica\n  \
+        dsync demote --job vm-far\n      \
+        the same, with all that /etc/dsync/vm-far.conf says of it\n  \
+        dsync demote /srv/vm.raw --save lost.delta\n      \
+        the old source is back after a failover\n  \
         dsync demote /srv/vm.raw --discard\n  \
-        dsync demote --group db far:/srv/db                all disks of a group\n  \
+        dsync demote --group db far:/srv/db\n      \
+        all disks of a group\n  \
         dsync demote --group db --since data.raw=7 --since log.raw=5 --save /srv/lost\n  \
-        dsync inspect lost.delta                           what was saved\n\n\
-        Nothing may have the disk open: stop its server first. With DST, the replica there is brought up to date and told\n\
-        that there was no more, so that it can be promoted without --force; if telling it fails, run the command again.\n\n\
-        Without DST, what was written here since the last epoch that the new source is known to have is named, and has to\n\
-        be saved or discarded. The next sync to this disk overwrites it, and sends the differences alone.")]
+        dsync inspect lost.delta\n      \
+        what was saved\n\n\
+        Nothing may have the disk open: stop its server first. With DST, the replica there is brought up to \
+        date and told that there was no more, so that it can be promoted without --force; if telling it \
+        fails, run the command again.\n\n\
+        Without DST, what was written here since the last epoch that the new source is known to have is \
+        named, and has to be saved or discarded. The next sync to this disk overwrites it, and sends the \
+        differences alone.")]
     Demote(Demote),
 
     /// Demonstrate dsync on a scratch disk, in under a minute
@@ -302,42 +407,53 @@ pub(crate) enum Command {
     /// Accept replicas from other sites, over TLS
     #[command(after_help = "Examples:\n  \
         dsync receive --listen 0.0.0.0 --into /srv/replicas\n  \
-        dsync receive --listen 192.0.2.7:10873 --into /srv/replicas --into /dev/vg0/vm --from alpha\n\n\
-        Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can create and update replicas\n\
-        in the given folders and on the given devices, and reach nothing else. Names that begin with a dot need\n\
-        --hidden-files.\n\n\
-        With --into but without --listen it serves the socket that a service manager passes to it (LISTEN_FDS).\n\
-        Without either it uses standard input and output; \"dsync sync\" runs it this way over ssh.")]
+        dsync receive --listen 192.0.2.7:10873 --into /srv/replicas \\\n      \
+        --into /dev/vg0/vm --from alpha\n\n\
+        Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can create and update \
+        replicas in the given folders and on the given devices, and reach nothing else. Names that begin \
+        with a dot need --hidden-files.\n\n\
+        With --into but without --listen it serves the socket that a service manager passes to it \
+        (LISTEN_FDS). Without either it uses standard input and output; \"dsync sync\" runs it this way over \
+        ssh.")]
     Receive(Receive),
 
     /// Let other hosts pull from sources on this one
     #[command(after_help = "Examples:\n  \
         dsync send --listen 0.0.0.0 --offer /srv/vm.raw\n  \
-        dsync send --listen 192.0.2.7:10874 --offer /srv/images --offer /dev/sdb --from backup\n\n\
-        Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can read the images and devices\n\
-        given, and the images in the directories given, hidden ones only with --hidden-files, and reach nothing else:\n  \
+        dsync send --listen 192.0.2.7:10874 --offer /srv/images --offer /dev/sdb \\\n      \
+        --from backup\n\n\
+        Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can read the images and \
+        devices given, and the images in the directories given, hidden ones only with --hidden-files, and \
+        reach nothing else:\n  \
         dsync sync tls://prod//srv/vm.raw /srv/vm.raw      on the peer\n\n\
-        With --offer but without --listen it serves the socket that a service manager passes to it (LISTEN_FDS).\n\
-        Without either it uses standard input and output; \"dsync sync HOST:SRC DST\" runs it this way over ssh.")]
+        With --offer but without --listen it serves the socket that a service manager passes to it \
+        (LISTEN_FDS). Without either it uses standard input and output; \"dsync sync HOST:SRC DST\" runs it \
+        this way over ssh.")]
     Send(Send),
 
     /// Show this site's key, and manage the keys it trusts
     #[command(after_help = "Examples:\n  \
-        dsync key                                          show this site's key; create it the first time\n  \
-        dsync key trust backup dsync-ed25519 AAAA…         trust the host backup by this key only\n  \
+        dsync key\n      \
+        show this site's key; create it the first time\n  \
+        dsync key trust backup dsync-ed25519 AAAA…\n      \
+        trust the host backup by this key only\n  \
         dsync key trust alpha dsync-ed25519 AAAA… --expires 90d\n  \
         dsync key list\n  \
         dsync key forget alpha\n\n\
-        On the side that runs sync, NAME is the host as written in tls://HOST/PATH, or HOST:PORT.\n\
-        On the side that runs receive, it is any name, used in the log and with --from.")]
+        On the side that runs sync, NAME is the host as written in tls://HOST/PATH, or HOST:PORT. On the \
+        side that runs receive, it is any name, used in the log and with --from.")]
     Key(KeyArgs),
 
     /// Run a job: a command whose source, destination and options are in a file
     #[command(after_help = "Examples:\n  \
-        dsync run vm                                       what /etc/dsync/vm.conf says\n  \
-        dsync run vm --print                               the command line that it stands for\n  \
-        dsync run vm -n --bwlimit 10M                      options given here replace those of the file\n  \
-        systemctl enable --now dsync-sync@vm.timer         daily; see docs/guide.md\n\n\
+        dsync run vm\n      \
+        what /etc/dsync/vm.conf says\n  \
+        dsync run vm --print\n      \
+        the command line that it stands for\n  \
+        dsync run vm -n --bwlimit 10M\n      \
+        options given here replace those of the file\n  \
+        systemctl enable --now dsync-sync@vm.timer\n      \
+        daily; see docs/guide.md\n\n\
         The file /etc/dsync/vm.conf:\n  \
         # a copy at the other site\n  \
         command = sync\n  \
@@ -345,10 +461,10 @@ pub(crate) enum Command {
         destination = backup:/srv/vm.raw\n  \
         bwlimit = 20M\n  \
         compress = yes\n\n\
-        The command is serve, sync, mirror, verify, receive or send. Keys are its long options without the dashes;\n\
-        source and destination are its arguments. \"yes\" sets an option that needs no value, \"no\" leaves it out. A key\n\
-        whose option may be repeated may be, too; for serve, each source is an image. A line that begins with # is a\n\
-        comment.")]
+        The command is serve, sync, mirror, verify, receive or send. Keys are its long options without the \
+        dashes; source and destination are its arguments. \"yes\" sets an option that needs no value, \"no\" \
+        leaves it out. A key whose option may be repeated may be, too; for serve, each source is an image. A \
+        line that begins with # is a comment.")]
     Run(Run),
 
     /// Write man pages into a folder
@@ -356,6 +472,13 @@ pub(crate) enum Command {
     Man {
         /// The folder
         folder: PathBuf,
+    },
+
+    /// Print the names of jobs or sources, for completions
+    #[command(hide = true)]
+    Names {
+        /// Which
+        what: Names,
     },
 
     /// Write completions for a shell to standard output
@@ -366,8 +489,18 @@ pub(crate) enum Command {
     },
 }
 
+/// What can be named.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Names {
+    /// Jobs, by their files
+    Jobs,
+    /// Sources, by their exports and paths
+    Sources,
+}
+
 /// How a source is opened.
 #[derive(Debug, Clone, Args)]
+#[command(next_help_heading = ADVANCED)]
 pub(crate) struct SourceArgs {
     /// Block size of the record: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
@@ -384,6 +517,7 @@ pub(crate) struct SourceArgs {
 
 /// Where metrics are served.
 #[derive(Debug, Clone, Args)]
+#[command(next_help_heading = ADVANCED)]
 pub(crate) struct MetricsArg {
     /// Serve the metrics of this host to Prometheus over HTTP, those of "dsync status --prometheus": at a port on loopback,
     /// an address and a port, or unix:PATH
@@ -391,8 +525,17 @@ pub(crate) struct MetricsArg {
     pub metrics: Option<Address>,
 }
 
+/// The job that names what a command is about.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct JobArg {
+    /// Take what is not given here from this job of "dsync run": SRC, DST, and how the other host is reached
+    #[arg(long = "job", value_name = "JOB")]
+    pub named: Option<String>,
+}
+
 /// Whether a command waits for what is in use.
 #[derive(Debug, Clone, Args)]
+#[command(next_help_heading = LIMITS)]
 pub(crate) struct WaitArg {
     /// If another program uses the source or the replica, wait until it is free, up to this long [10m without a value]
     #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, default_missing_value = "10m",
@@ -406,31 +549,32 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub wait: WaitArg,
     /// If this fails, run a command: DSYNC_JOB, DSYNC_EXIT_CODE and DSYNC_MESSAGE are in its environment
-    #[arg(long, value_name = "COMMAND")]
+    #[arg(long, value_name = "COMMAND", help_heading = ADVANCED)]
     pub on_failure: Option<String>,
 }
 
 /// How the other host is reached.
 #[derive(Debug, Clone, Args)]
+#[command(next_help_heading = REMOTE)]
 pub(crate) struct FarArgs {
     /// Send at most this much per second, such as 10M; by the hour, in local time: 08:00-18:00=10M,else=off
-    #[arg(long, value_name = "RATE|HOURS=RATE,...", value_parser = Bandwidth::parse)]
+    #[arg(long, help_heading = LIMITS, value_name = "RATE|HOURS=RATE,...", value_parser = Bandwidth::parse)]
     pub bwlimit: Option<Bandwidth>,
+    /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies. At a terminal, where ssh may ask for a password, the first connection may take longer [default: 30s]
+    #[arg(long, help_heading = LIMITS, value_name = "TIME", value_parser = parse_timeout)]
+    pub timeout: Option<Duration>,
     /// Remote shell with its options, split as a shell does: quote what has blanks [default: $DSYNC_RSH, else ssh]
     #[arg(short = 'e', long, value_name = "COMMAND")]
     pub rsh: Option<String>,
     /// Command that runs dsync on the far host [default: dsync]
     #[arg(long, value_name = "COMMAND")]
     pub remote_dsync: Option<String>,
-    /// Directory for the state and journal of the replica [default: beside a file, in the state directory for a device]
-    #[arg(long, value_name = "DIR")]
-    pub journal_dir: Option<PathBuf>,
     /// Connections to a tls:// host, 1 to 16 [default: one for every 20 ms of the round trip, 8 at most]
     #[arg(long, alias = "lanes", value_name = "COUNT", value_parser = units::number(1..=16u8))]
     pub connections: Option<u8>,
-    /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies. At a terminal, where ssh may ask for a password, the first connection may take longer [default: 30s]
-    #[arg(long, value_name = "TIME", value_parser = parse_timeout)]
-    pub timeout: Option<Duration>,
+    /// Directory for the state and journal of the replica [default: beside a file, in the state directory for a device]
+    #[arg(long, help_heading = ADVANCED, value_name = "DIR")]
+    pub journal_dir: Option<PathBuf>,
 }
 
 impl FarArgs {
@@ -453,6 +597,7 @@ impl FarArgs {
 
 /// What of a replica's past is kept.
 #[derive(Debug, Args)]
+#[command(next_help_heading = KEPT)]
 pub(crate) struct KeepArgs {
     /// Keep earlier moments of the replica for "dsync rewind": all of the last TIME, or with /TIME one of each such
     /// period; "none" drops them [default: as before; a new replica keeps none]
@@ -486,6 +631,7 @@ impl KeepArgs {
 
 /// How a replica begins where there is a copy already, or where one is missing; and what it keeps of its past.
 #[derive(Debug, Args)]
+#[command(next_help_heading = METHOD)]
 pub(crate) struct BeginArgs {
     /// Take over an existing copy: compare all of it, and overwrite what differs. A file larger than the source is refused
     /// without --allow-shrink
@@ -504,15 +650,17 @@ pub(crate) struct BeginArgs {
 
 /// Whether data is compressed.
 #[derive(Debug, Args)]
+#[command(next_help_heading = REMOTE)]
 pub(crate) struct CompressArg {
     /// Compress with zstd, at a level from 1 to 19
     #[arg(long = "compress", value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
-          value_parser = clap::value_parser!(i32).range(1..=19))]
+          value_parser = units::number(1..=19i32))]
     pub level: Option<i32>,
 }
 
 /// What is held open around the cut.
 #[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = ADVANCED)]
 pub(crate) struct HookArgs {
     /// Hold a command open around the cut: it reads "begin", answers "ready", and reads "cut" and "end" (or "failed")
     #[arg(long, value_name = "COMMAND")]
@@ -524,18 +672,19 @@ pub(crate) struct HookArgs {
 
 /// How a disk is followed and cut; most of it is for those tracked in the kernel.
 #[derive(Debug, Default, Args)]
+#[command(next_help_heading = ADVANCED)]
 pub(crate) struct LiveArgs {
     /// For a tracked disk: whether to freeze its file systems for the last, short pass [default: auto]
     #[arg(long, value_enum)]
     pub freeze: Option<FreezeArg>,
-    /// For a tracked disk: thaw after this many seconds whatever happens, and fail [default: 10]
-    #[arg(long, value_name = "SECONDS", value_parser = units::number(1..=300u64))]
-    pub freeze_limit: Option<u64>,
+    /// For a tracked disk: thaw after this long whatever happens, and fail; 1s to 5m [default: 10s]
+    #[arg(long, value_name = "TIME", value_parser = units::parse_freeze)]
+    pub freeze_limit: Option<Duration>,
     /// For a tracked disk: most passes over changed blocks before the last one [default: 8]
-    #[arg(long, value_name = "COUNT", value_parser = units::number(1..=100u32))]
+    #[arg(long, hide = true, value_name = "COUNT", value_parser = units::number(1..=100u32))]
     pub passes: Option<u32>,
     /// Send the snapshot that is open as NAME@view instead of the present state
-    #[arg(long)]
+    #[arg(long, hide = true, conflicts_with = "group")]
     pub at_view: bool,
     #[command(flatten)]
     pub hook: HookArgs,
@@ -549,7 +698,7 @@ impl LiveArgs {
             FreezeArg::Never => FreezeMode::Never,
             FreezeArg::Require => FreezeMode::Require,
         };
-        let limit = Duration::from_secs(self.freeze_limit.unwrap_or(10));
+        let limit = self.freeze_limit.unwrap_or(Duration::from_secs(10));
         LiveOptions { passes: self.passes.unwrap_or(8), cut: CutOptions { freeze, limit, together: false } }
     }
 
@@ -565,18 +714,19 @@ impl LiveArgs {
 
 /// When a mirror cuts batches.
 #[derive(Debug, Clone, Args)]
+#[command(next_help_heading = ADVANCED)]
 pub(crate) struct IntervalArgs {
     /// The first interval between batches [default: 30ms]
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(conflicts_with = "group", long, hide = true, value_name = "TIME", value_parser = parse_time)]
     pub interval: Option<Duration>,
     /// The shortest interval between batches [default: 10ms]
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(conflicts_with = "group", long, hide = true, value_name = "TIME", value_parser = parse_time)]
     pub min_interval: Option<Duration>,
     /// How fast the interval adapts to the time this site needs for a batch, 0 to 1 [default: 0.5]
-    #[arg(long, value_name = "FACTOR", value_parser = parse_factor)]
+    #[arg(conflicts_with = "group", long, hide = true, value_name = "FACTOR", value_parser = parse_factor)]
     pub alpha: Option<f64>,
     /// How fast the interval adapts to the time the replica's site needs, 0 to 1 [default: 0.5]
-    #[arg(long, value_name = "FACTOR", value_parser = parse_factor)]
+    #[arg(conflicts_with = "group", long, hide = true, value_name = "FACTOR", value_parser = parse_factor)]
     pub beta: Option<f64>,
 }
 
@@ -584,32 +734,36 @@ pub(crate) struct IntervalArgs {
 #[derive(Debug, Args)]
 pub(crate) struct Mirror {
     /// Served image or its export name, or a tracked device
-    #[arg(value_name = "SRC")]
+    #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the replicas
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Mirror all members of this group: their replicas are always of one moment
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["interval", "min_interval", "alpha", "beta", "rate", "epoch", "journal_dir"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["epoch", "journal_dir"])]
     pub group: Option<String>,
+    #[command(flatten)]
+    pub begin: BeginArgs,
     /// How far the replica may fall behind while the link keeps up
-    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
+    #[arg(help_heading = LIMITS, long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
     pub rpo: Duration,
     #[command(flatten)]
-    pub batches: IntervalArgs,
-    /// Send at most this much of changed blocks per second, by longer intervals; blocks written repeatedly are sent once
-    #[arg(long, value_name = "RATE", value_parser = parse_size)]
-    pub rate: Option<u64>,
-    /// How often an epoch ends, at least: after a crash of the source, what was written since then is sent again. One also ends in each period of
-    /// which --keep keeps a moment [default: 60s]
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
-    pub epoch: Option<Duration>,
+    pub far: FarArgs,
     #[command(flatten)]
     pub compress: CompressArg,
     #[command(flatten)]
-    pub begin: BeginArgs,
+    pub run: RunArgs,
+    /// Send at most this much of changed blocks per second, by longer intervals; blocks written repeatedly are sent once
+    #[arg(conflicts_with = "group", long, hide = true, value_name = "RATE", value_parser = parse_size)]
+    pub rate: Option<u64>,
+    /// How often an epoch ends, at least: after a crash of the source, what was written since then is sent again. One also ends in each period of
+    /// which --keep keeps a moment [default: 60s]
+    #[arg(help_heading = ADVANCED, long, value_name = "TIME", value_parser = parse_time)]
+    pub epoch: Option<Duration>,
     #[command(flatten)]
     pub hook: HookArgs,
+    #[command(flatten)]
+    pub batches: IntervalArgs,
     /// How both sites share their work among threads
     #[arg(long, value_enum, default_value_t = StagesArg::Adaptive, hide = true)]
     pub stages: StagesArg,
@@ -618,11 +772,6 @@ pub(crate) struct Mirror {
     pub fixed_interval: bool,
     #[command(flatten)]
     pub metrics: MetricsArg,
-    #[command(flatten)]
-    pub run: RunArgs,
-    /// How the replica's side is reached
-    #[command(flatten)]
-    pub far: FarArgs,
 }
 
 /// The models of pipelining that paper 004 measures.
@@ -664,46 +813,46 @@ pub(crate) struct Sync {
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Bring the replicas of all members of this group to one moment; they have the names of the members' files
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["at_view", "keep_going", "digests", "leave_group", "journal_dir"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["keep_going", "digests", "leave_group", "journal_dir"])]
     pub group: Option<String>,
-    /// Bring a replica of a group up to date by itself: it leaves the group until the next sync of that
-    #[arg(long)]
-    pub leave_group: bool,
+    /// Print what would be sent, and change nothing
+    #[arg(short = 'n', long)]
+    pub dry_run: bool,
     /// How to find changed blocks
-    #[arg(long, value_enum, default_value_t = MethodArg::Auto)]
+    #[arg(help_heading = METHOD, long, value_enum, default_value_t = MethodArg::Auto)]
     pub method: MethodArg,
-    /// Checksum for comparing blocks [default: blake3]
-    #[arg(long, value_enum)]
-    pub hash: Option<HashArg>,
+    /// How the replica is updated
+    #[arg(help_heading = METHOD, long, value_enum, default_value_t = CommitArg::Journal)]
+    pub commit: CommitArg,
     /// Keep digests of the replica, so that the next compare need not read it: in this file on the replica's host [default: in its
     /// state directory]
-    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    #[arg(help_heading = METHOD, long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub digests: Option<String>,
-    /// How the replica is updated
-    #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
-    pub commit: CommitArg,
     /// Skip unreadable blocks and exit with code 1; unreadable blocks of the source leave the replica incomplete, those of the
     /// replica are rewritten
-    #[arg(long)]
+    #[arg(help_heading = METHOD, long)]
     pub keep_going: bool,
     /// How cycles of copies are broken, for --method rolling in place
     #[arg(long, value_enum, default_value_t = CyclesArg::Trim, hide = true)]
     pub cycles: CyclesArg,
-    /// Print what would be sent, and change nothing
-    #[arg(short = 'n', long)]
-    pub dry_run: bool,
     #[command(flatten)]
     pub begin: BeginArgs,
     #[command(flatten)]
-    pub compress: CompressArg,
+    pub far: FarArgs,
     #[command(flatten)]
-    pub live: LiveArgs,
+    pub compress: CompressArg,
     #[command(flatten)]
     pub run: RunArgs,
     #[command(flatten)]
-    pub far: FarArgs,
+    pub live: LiveArgs,
     #[command(flatten)]
     pub open: SourceArgs,
+    /// Checksum for comparing blocks [default: blake3]
+    #[arg(help_heading = ADVANCED, long, value_enum)]
+    pub hash: Option<HashArg>,
+    /// Bring a replica of a group up to date by itself: it leaves the group until the next sync of that
+    #[arg(help_heading = ADVANCED, long)]
+    pub leave_group: bool,
 }
 
 /// How to find the changes.
@@ -813,25 +962,25 @@ pub(crate) struct Serve {
     /// At the end, save what was written to REPLICA@MOMENT in this new file: "dsync promote REPLICA --with FILE" makes it real
     #[arg(long, value_name = "FILE", requires = "writable")]
     pub save: Option<PathBuf>,
-    /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container
-    #[arg(long, value_enum, value_name = "FORMAT")]
-    pub format: Option<Format>,
-    /// Bypass the page cache (O_DIRECT)
-    #[arg(long)]
-    pub direct: bool,
     /// Make these images a group: "dsync sync --group" brings replicas of all of them to one moment. Without images, DIR@now or
     /// DIR@EPOCH: the replicas of the group in this folder, as they were at one common epoch
     #[arg(long, value_name = "NAME|DIR@EPOCH", conflicts_with = "read_only")]
     pub group: Option<String>,
     /// Limit for old data kept for a snapshot; beyond it the snapshot fails
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "16G")]
+    #[arg(help_heading = LIMITS, long, value_name = "SIZE", value_parser = parse_size, default_value = "16G")]
     pub view_limit: u64,
-    #[command(flatten)]
-    pub metrics: MetricsArg,
     #[command(flatten)]
     pub run: RunArgs,
     #[command(flatten)]
+    pub metrics: MetricsArg,
+    #[command(flatten)]
     pub open: SourceArgs,
+    /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container
+    #[arg(help_heading = ADVANCED, long, value_enum, value_name = "FORMAT")]
+    pub format: Option<Format>,
+    /// Bypass the page cache (O_DIRECT)
+    #[arg(help_heading = ADVANCED, long)]
+    pub direct: bool,
 }
 
 /// What an image is taken for.
@@ -905,7 +1054,8 @@ pub(crate) enum With {
 /// `status`.
 #[derive(Debug, Args)]
 pub(crate) struct Status {
-    /// A source or a replica [default: all sources and replicas that this host knows]
+    /// A source or a replica, in detail [default: a table of all that this host knows; in detail with -v]
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub path: Option<String>,
     /// Print one line per problem, or "OK"; the exit code is 1 if there is a problem
     #[arg(long)]
@@ -913,7 +1063,7 @@ pub(crate) struct Status {
     /// With --check or --watch, report replicas that were last brought up to date longer ago, if anything was written since
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub max_age: Option<Duration>,
-    /// Print problems, what is at work, and how far each replica is, every TIME until interrupted [2s without a value]
+    /// Print problems and the table every TIME until interrupted, cut to the screen [2s without a value]
     #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, default_missing_value = "2",
           value_parser = units::parse_period, conflicts_with_all = ["check", "prometheus", "json", "quiet"])]
     pub watch: Option<Duration>,
@@ -926,7 +1076,7 @@ pub(crate) struct Status {
 #[derive(Debug, Args)]
 pub(crate) struct Extract {
     /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
+    #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Epoch of the replica, or name of a checkpoint; 0 for the whole disk
     #[arg(long, value_name = "EPOCH|NAME")]
@@ -934,7 +1084,7 @@ pub(crate) struct Extract {
     #[command(flatten)]
     pub compress: CompressArg,
     /// Write at most this much per second
-    #[arg(long, value_name = "RATE", value_parser = parse_size)]
+    #[arg(help_heading = LIMITS, long, value_name = "RATE", value_parser = parse_size)]
     pub bwlimit: Option<u64>,
     #[command(flatten)]
     pub wait: WaitArg,
@@ -946,7 +1096,7 @@ pub(crate) struct Extract {
 #[derive(Debug, Args)]
 pub(crate) struct Checkpoint {
     /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
+    #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Checkpoint to set: a letter, then letters, digits, dots, dashes or underscores
     pub name: Option<String>,
@@ -969,6 +1119,7 @@ pub(crate) struct Checkpoint {
 #[derive(Debug, Args)]
 pub(crate) struct Forget {
     /// Source, by path, export name or id; or a replica on this host
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub what: String,
     /// Forget only this replica or checkpoint of the source, as "dsync status" names it
     #[arg(value_name = "BOOKMARK")]
@@ -991,7 +1142,7 @@ pub(crate) struct Forget {
 #[derive(Debug, Args)]
 pub(crate) struct Changes {
     /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
+    #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Name of a checkpoint, or an epoch
     #[arg(long, value_name = "NAME|EPOCH")]
@@ -1024,15 +1175,15 @@ pub(crate) struct Merge {
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
     /// How the replica is updated
-    #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
+    #[arg(help_heading = METHOD, long, value_enum, default_value_t = CommitArg::Journal)]
     pub commit: CommitArg,
     /// Create a new replica where the file of one is missing, from a delta of the whole disk
-    #[arg(long)]
+    #[arg(help_heading = METHOD, long)]
     pub create: bool,
     #[command(flatten)]
     pub past: KeepArgs,
     /// Directory for the state and journal of the replica
-    #[arg(long, value_name = "DIR")]
+    #[arg(help_heading = ADVANCED, long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,
 }
 
@@ -1055,6 +1206,8 @@ pub(crate) struct Combine {
 /// `verify`.
 #[derive(Debug, Args)]
 pub(crate) struct Verify {
+    #[command(flatten)]
+    pub job: JobArg,
     /// Image, block device, or export name, on this host or on another
     #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
@@ -1068,23 +1221,23 @@ pub(crate) struct Verify {
     #[arg(long = "range", value_name = "OFFSET:LEN", value_parser = parse_range)]
     pub ranges: Vec<std::ops::Range<u64>>,
     /// Read at most this much per second on each side, such as 50M; at least 16K
-    #[arg(long, value_name = "RATE", value_parser = parse_size)]
+    #[arg(help_heading = LIMITS, long, value_name = "RATE", value_parser = parse_size)]
     pub rate: Option<u64>,
     /// Skip unreadable blocks and exit with code 1
     #[arg(long)]
     pub keep_going: bool,
-    /// Checksum for comparing blocks
-    #[arg(long, value_enum, default_value_t = HashArg::Blake3)]
-    pub hash: HashArg,
-    /// How the replica is updated by --repair [default: journal]
-    #[arg(long, value_enum, requires = "repair")]
-    pub commit: Option<CommitArg>,
-    #[command(flatten)]
-    pub run: RunArgs,
     #[command(flatten)]
     pub far: FarArgs,
     #[command(flatten)]
+    pub run: RunArgs,
+    #[command(flatten)]
     pub open: SourceArgs,
+    /// Checksum for comparing blocks
+    #[arg(help_heading = ADVANCED, long, value_enum, default_value_t = HashArg::Blake3)]
+    pub hash: HashArg,
+    /// How the replica is updated by --repair [default: journal]
+    #[arg(help_heading = ADVANCED, long, value_enum, requires = "repair")]
+    pub commit: Option<CommitArg>,
 }
 
 /// `recover`.
@@ -1105,6 +1258,8 @@ pub(crate) struct Recover {
 /// `rewind`.
 #[derive(Debug, Args)]
 pub(crate) struct Rewind {
+    #[command(flatten)]
+    pub job: JobArg,
     /// Path of the replica; with --group, the folder of the replicas
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
@@ -1128,6 +1283,8 @@ pub(crate) struct Rewind {
 /// `promote`.
 #[derive(Debug, Args)]
 pub(crate) struct Promote {
+    #[command(flatten)]
+    pub job: JobArg,
     /// Path of the replica; with --group, the folder of the replicas
     #[arg(value_name = "REPLICA")]
     pub replica: PathBuf,
@@ -1153,8 +1310,10 @@ pub(crate) struct Promote {
 /// `demote`.
 #[derive(Debug, Args)]
 pub(crate) struct Demote {
+    #[command(flatten)]
+    pub job: JobArg,
     /// Image, block device, or export name
-    #[arg(value_name = "SRC", required_unless_present = "group")]
+    #[arg(value_name = "SRC", required_unless_present_any = ["group", "named"])]
     pub source: Option<String>,
     /// Path of the replica that will be promoted; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the
     /// replicas
@@ -1176,9 +1335,6 @@ pub(crate) struct Demote {
     /// Print what would be done and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,
-    /// Directory for the state and journal of the replica that the source becomes
-    #[arg(long, value_name = "DIR")]
-    pub own_journal_dir: Option<PathBuf>,
     #[command(flatten)]
     pub wait: WaitArg,
     #[command(flatten)]
@@ -1187,6 +1343,9 @@ pub(crate) struct Demote {
     pub far: FarArgs,
     #[command(flatten)]
     pub open: SourceArgs,
+    /// Directory for the state and journal of the replica that the source becomes
+    #[arg(help_heading = ADVANCED, long, value_name = "DIR")]
+    pub own_journal_dir: Option<PathBuf>,
 }
 
 /// `demo`.
@@ -1238,7 +1397,7 @@ pub(crate) struct ListenArgs {
     #[command(flatten)]
     pub metrics: MetricsArg,
     /// If this fails, run a command: DSYNC_JOB, DSYNC_EXIT_CODE and DSYNC_MESSAGE are in its environment
-    #[arg(long, value_name = "COMMAND")]
+    #[arg(long, value_name = "COMMAND", help_heading = ADVANCED)]
     pub on_failure: Option<String>,
 }
 
@@ -1291,10 +1450,7 @@ fn parse_listen(text: &str) -> Result<std::net::SocketAddr, String> {
     match (text.parse(), alone(text)) {
         (Ok(address), _) => Ok(address),
         (_, Ok(ip)) => Ok((ip, link::PORT).into()),
-        _ => Err(format!(
-            "invalid address \"{text}\": use a form like 192.0.2.7, 192.0.2.7:{0} or [::]:{0}",
-            link::PORT
-        )),
+        _ => Err(format!("use a form like 192.0.2.7, 192.0.2.7:{0} or [::]:{0}", link::PORT)),
     }
 }
 
@@ -1348,7 +1504,6 @@ pub(crate) enum KeyAction {
 
 /// An address and a port.
 fn parse_tcp(text: &str) -> Result<std::net::SocketAddr, String> {
-    let wrong =
-        || format!("invalid address \"{text}\": use a form with a port, like 127.0.0.1:10809 or [::1]:10809");
+    let wrong = || "use a form with a port, like 127.0.0.1:10809 or [::1]:10809".to_owned();
     text.parse().map_err(|_| wrong())
 }

@@ -43,8 +43,7 @@ impl Bandwidth {
         let mut parsed = Bandwidth { hours: Vec::new(), otherwise: Allowed::All };
         let mut parts = text.split(',').peekable();
         while let Some(part) = parts.next() {
-            let wrong =
-                || format!("invalid limit \"{part}\": use a form like 10M, or 08:00-18:00=10M,else=off");
+            let wrong = || "use a form like 10M, or 08:00-18:00=10M,else=off".to_owned();
             let (when, rate) = part.split_once('=').ok_or_else(wrong)?;
             let allowed = allowed(rate)?;
             match when.trim() {
@@ -104,7 +103,7 @@ fn allowed(text: &str) -> Result<Allowed, String> {
         "off" => Ok(Allowed::All),
         "pause" => Ok(Allowed::Nothing),
         rate => match units::parse_size(rate)? {
-            0 => Err("--bwlimit needs a rate above zero, such as 10M".into()),
+            0 => Err("give a rate above zero, such as 10M".into()),
             rate => Ok(Allowed::Rate(rate)),
         },
     }

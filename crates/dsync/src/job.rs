@@ -154,14 +154,14 @@ struct Line {
 }
 
 /// A job's file.
-struct Job {
+pub(crate) struct Job {
     path: PathBuf,
     command: Command,
     lines: Vec<Line>,
 }
 
 impl Job {
-    fn read(folder: &Path, name: &str) -> Result<Job> {
+    pub(crate) fn read(folder: &Path, name: &str) -> Result<Job> {
         if !is_plain(name) {
             return Err(Failure::usage(format!(
                 "invalid job name \"{name}\": use letters, digits, dots, dashes and underscores; the file is {}/NAME.conf",
@@ -242,6 +242,40 @@ impl Job {
         Ok(words)
     }
 
+    /// What it says of a key.
+    pub(crate) fn value(&self, key: &str) -> Option<&str> {
+        self.lines.iter().find(|line| line.key == key).map(|line| line.value.as_str())
+    }
+
+    /// Of the options with these keys those that it sets, another command has too, and were not given to that.
+    pub(crate) fn options(
+        &self,
+        keys: &[&str],
+        command: &str,
+        given: &[OsString],
+    ) -> Result<Vec<OsString>, Failure> {
+        let mut program = Cli::command();
+        program.build();
+        let has = |key: &str| {
+            let command = program.find_subcommand(command);
+            keys.contains(&key)
+                && command.is_some_and(|command| command.get_arguments().any(|arg| has_key(arg, key)))
+        };
+        let (mut options, replaced) = (Vec::new(), self.replaced(given));
+        for line in &self.lines {
+            let arg = self.arg(line)?;
+            if has(key_of(arg)) && !replaced.contains(&arg) {
+                options.extend(self.option(line, arg)?);
+            }
+        }
+        Ok(options)
+    }
+
+    /// It does not say what a command needs.
+    pub(crate) fn misfit(&self, why: &str) -> anyhow::Error {
+        Failure::usage(format!("{}: {why}", self.path.display())).into()
+    }
+
     /// True if a positional argument must be set. The members of a group are its sources.
     fn needs(&self, arg: &Arg, given: &[OsString]) -> bool {
         let is_group = |key: &str| key == "group";
@@ -274,7 +308,7 @@ impl Job {
 
     /// All arguments of the command that a job may set.
     fn args(&self) -> impl Iterator<Item = &Arg> {
-        let is_help = |arg: &&Arg| matches!(arg.get_id().as_str(), "help" | "version");
+        let is_help = |arg: &&Arg| matches!(arg.get_id().as_str(), "help" | "version" | "named");
         self.command.get_arguments().filter(move |arg| !is_help(arg))
     }
 
@@ -391,7 +425,7 @@ fn plain_value(text: &str) -> &str {
 }
 
 /// The names of the jobs in a folder.
-fn known(folder: &Path) -> Vec<String> {
+pub(crate) fn known(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
         .filter_map(|entry| Some(entry.file_name().to_str()?.strip_suffix(".conf")?.to_owned()))
@@ -540,7 +574,7 @@ mod tests {
         );
         let bad = line(&format!("{MIRROR}epoch = soon\n"), &[]).unwrap_err();
         assert!(
-            bad.starts_with("vm.conf:7: invalid value 'soon' for '--epoch <TIME>': invalid time \"soon\""),
+            bad.starts_with("vm.conf:7: invalid value 'soon' for '--epoch <TIME>': use a form like 30ms"),
             "{bad}"
         );
         // An option given after the name is not in the file.

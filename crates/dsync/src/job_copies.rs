@@ -2,6 +2,7 @@
 //! started, or failed from its first second on.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::Result;
 use replica::KnownReplica;
@@ -11,7 +12,7 @@ use sync::Site;
 use crate::args::{Cli, Command};
 use crate::location::{Ends, Location};
 use crate::status::SourceStatus;
-use crate::{failure, job, local};
+use crate::{job, local};
 
 /// Where the units of a host keep their state.
 const STATE: &str = "/var/lib/dsync";
@@ -32,6 +33,8 @@ pub(crate) struct JobCopy {
     pub begun: bool,
     /// Of a replica that is fetched from another host: how that went.
     pub fetch: Option<Fetch>,
+    /// Of a mirror: how far it may fall behind.
+    pub rpo: Option<Duration>,
     /// The folder of the source.
     place: Option<PathBuf>,
 }
@@ -108,11 +111,13 @@ struct Aim<'a> {
     /// Its replica, or the folder of those of the group.
     destination: &'a str,
     is_group: bool,
+    rpo: Option<Duration>,
 }
 
 impl<'a> Aim<'a> {
     /// `None` for a job that copies nothing.
     fn of(cli: &'a Cli) -> Option<Aim<'a>> {
+        let rpo = if let Command::Mirror(args) = &cli.command { Some(args.rpo) } else { None };
         let (command, source, destination, group) = match &cli.command {
             Command::Sync(args) if !args.dry_run => ("sync", &args.source, &args.destination, &args.group),
             Command::Mirror(args) => ("mirror", &args.source, &args.destination, &args.group),
@@ -120,8 +125,10 @@ impl<'a> Aim<'a> {
         };
         match (group, destination) {
             // With a group, the one place is the folder of the replicas.
-            (Some(group), _) => Some(Aim { command, source: group, destination: source, is_group: true }),
-            (None, Some(destination)) => Some(Aim { command, source, destination, is_group: false }),
+            (Some(group), _) => {
+                Some(Aim { command, source: group, destination: source, is_group: true, rpo })
+            }
+            (None, Some(destination)) => Some(Aim { command, source, destination, is_group: false, rpo }),
             (None, None) => None,
         }
     }
@@ -130,7 +137,11 @@ impl<'a> Aim<'a> {
 /// The copies that the jobs of this host are to make with this state directory, and what is wrong with jobs that cannot be run.
 ///
 /// With `what`, those alone that are about this source, or this replica on this host.
-pub(crate) fn all(known: &Known<'_>, state: &StateDir, what: Option<&str>) -> (Vec<JobCopy>, Vec<String>) {
+pub(crate) fn all(
+    known: &Known<'_>,
+    state: &StateDir,
+    what: Option<&str>,
+) -> (Vec<JobCopy>, Vec<anyhow::Error>) {
     let (mut copies, mut errors) = (Vec::new(), Vec::new());
     let folder = job::usual_folder();
     for (name, cli) in job::all(&folder) {
@@ -140,7 +151,7 @@ pub(crate) fn all(known: &Known<'_>, state: &StateDir, what: Option<&str>) -> (V
         }
         match cli.and_then(|cli| of_job(&name, &cli, known, state)) {
             Ok(mine) => copies.extend(mine),
-            Err(error) => errors.push(format!("cannot run job {name}: {}", failure::text(&error))),
+            Err(error) => errors.push(error.context(format!("cannot run job {name}"))),
         }
     }
     if let Some(what) = what {
@@ -176,6 +187,7 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
         made: false,
         begun: false,
         fetch: None,
+        rpo: aim.rpo,
         place: None,
     };
     if aim.is_group {

@@ -44,6 +44,9 @@ pub(crate) struct LocalReplica<'a> {
     pub group: Option<Group>,
     /// What is wrong, as the part of a sentence that begins with its path; `None` if nothing is.
     pub problem: Option<String>,
+    /// Where its source is.
+    #[serde(skip)]
+    pub origin: Option<String>,
     /// Who reads it at a moment.
     pub readers: &'a [Reader],
     /// A verification found that it differed from its source.
@@ -92,6 +95,7 @@ impl LocalReplica<'_> {
             demoted: lineage.is_some_and(|lineage| lineage.role.demoted.is_some()),
             group: lineage.and_then(|lineage| Group::of_replica(&known.path, lineage)),
             problem,
+            origin: known.past.origin.as_deref().map(shown_origin),
             readers: &known.readers,
             verdict: known.past.verdict,
         }
@@ -130,10 +134,22 @@ impl LocalReplica<'_> {
         let group = self.group.as_ref().map(|group| format!(", {}", group.told())).unwrap_or_default();
         let age = self.age();
         output.say(&format!("replica {}, {at}{age}{group}{problem}", self.path.display()));
+        say_origin(self.origin.as_deref(), output);
         say_verdict(self.verdict, output);
         say_readers(self.readers, output);
         output.summary(self);
     }
+}
+
+/// Where a source is, `HOST:PATH`, or its path if that is on this host.
+pub(crate) fn shown_origin(place: &str) -> String {
+    let here = place.strip_prefix(&link::host_name()).and_then(|rest| rest.strip_prefix(':'));
+    here.unwrap_or(place).to_owned()
+}
+
+/// Prints where the source of a replica is.
+pub(crate) fn say_origin(origin: Option<&str>, output: &Output) {
+    origin.iter().for_each(|origin| output.say(&format!("  its source is {origin}")));
 }
 
 /// Prints what a verification found.

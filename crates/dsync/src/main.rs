@@ -30,6 +30,7 @@ mod metrics;
 mod mirror_command;
 mod mirroring;
 mod monitor;
+mod named_job;
 mod output;
 mod pipes;
 mod rehearsal;
@@ -39,9 +40,11 @@ mod service;
 mod status;
 mod steering;
 mod sync_command;
+mod table;
 mod track;
 mod units;
 mod unix_socket;
+mod usage;
 mod verify_command;
 mod wait;
 mod watch;
@@ -72,8 +75,15 @@ fn main() -> ExitCode {
             return ExitCode::from(failure::USAGE);
         }
     };
+    let words = match named_job::resolve(words) {
+        Ok(words) => words,
+        Err(error) => {
+            eprintln!("dsync: {}", link::printable(&failure::text(&error)));
+            return ExitCode::from(failure::code(&error));
+        }
+    };
     // Bad usage ends here, with clap's own message and code 2.
-    let cli = Cli::try_parse_from(&words).unwrap_or_else(|error| bad_usage(error, &words));
+    let cli = Cli::try_parse_from(&words).unwrap_or_else(|error| usage::bad(error, &words));
     let output = Output::new(&cli);
     let (cli, output) = match job::resolve(cli) {
         Ok(Some(cli)) => {
@@ -113,20 +123,6 @@ fn failed(error: &anyhow::Error, output: &Output) -> ExitCode {
     let code = failure::code(error);
     output.error(&failure::text(error), code);
     ExitCode::from(code)
-}
-
-/// Options whose value may be omitted, so that it must follow a `=`.
-const OPTIONAL_VALUES: [&str; 4] = ["--compress", "--digests", "--wait", "--watch"];
-
-/// Ends the program with the parser's message. A value that was meant for an option, and was taken for a path, is named.
-fn bad_usage(error: clap::Error, words: &[OsString]) -> ! {
-    let mut pairs = words.windows(2).filter_map(|pair| Some((pair[0].to_str()?, pair[1].to_str()?)));
-    let meant = pairs.find(|(option, value)| OPTIONAL_VALUES.contains(option) && !value.starts_with('-'));
-    if let (clap::error::ErrorKind::UnknownArgument, Some((option, value))) = (error.kind(), meant) {
-        eprintln!("error: the value of {option} follows a \"=\": {option}={value}");
-        std::process::exit(failure::USAGE.into());
-    }
-    error.exit()
 }
 
 /// Called as `dmextract` or `dmmerge` the program takes the arguments that the paper gives them: one name.
@@ -190,15 +186,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         },
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Track(args) => track::run(args, &state, output)?,
-        Command::Status(args) if args.check => return monitor::check(args, &state, output),
-        Command::Status(args::Status { max_age: Some(_), check: false, watch: None, .. }) => {
-            return Err(Failure::usage("--max-age needs --check or --watch").into());
-        }
-        Command::Status(args) if args.prometheus => return monitor::prometheus(&state, output),
-        Command::Status(args) => match args.watch {
-            Some(every) => watch::run(args, every, &state)?,
-            None => status::run(args, &state, output)?,
-        },
+        Command::Status(args) => return status(args, &state, output),
         Command::Extract(args) => until_free(&args.wait, output, || pipes::extract(args, &state, output))?,
         Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,
         Command::Forget(args) => forget::run(args, &state, output)?,
@@ -228,6 +216,22 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Run(_) => return Err(Failure::usage("a job cannot run a job").into()),
         Command::Man { folder } => manual::pages(folder)?,
         Command::Completions { shell } => manual::completions(*shell),
+        Command::Names { what } => manual::names(*what, &state)?,
+    }
+    Ok(0)
+}
+
+/// The forms of `dsync status`.
+fn status(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> {
+    match args.watch {
+        _ if args.check => return monitor::check(args, state, output),
+        None if args.max_age.is_some() => {
+            return Err(Failure::usage("--max-age needs --check or --watch").into());
+        }
+        _ if args.prometheus => return monitor::prometheus(state, output),
+        Some(every) => watch::run(args, every, state)?,
+        None if status::is_long(args, output) => status::run(args, state, output)?,
+        None => table::run(args, state, output)?,
     }
     Ok(0)
 }

@@ -6,9 +6,11 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use clap::{Arg, Command, CommandFactory};
 use clap_mangen::Man;
+use source::StateDir;
 
-use crate::args::Cli;
+use crate::args::{Cli, Names};
 use crate::failure::Failure;
+use crate::job;
 
 /// Writes a page for the program and one for each command into an existing directory.
 pub(crate) fn pages(folder: &Path) -> Result<()> {
@@ -123,12 +125,75 @@ fn examples(text: &str, page: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
+/// Prints the names of jobs or sources, one a line, for completions.
+pub(crate) fn names(what: Names, state: &StateDir) -> Result<()> {
+    let names: Vec<String> = match what {
+        Names::Jobs => job::known(&job::usual_folder()),
+        Names::Sources => {
+            let sources = state.survey()?.sources;
+            let named = |about: &source::About| [about.name(), about.path.display().to_string()];
+            sources.iter().flat_map(|(_, about)| named(about)).collect()
+        }
+    };
+    let _ = writeln!(io::stdout(), "{}", names.join("\n"));
+    Ok(())
+}
+
+/// What asks for the names of jobs and sources when they are completed, for each shell.
+const BASH_NAMES: &str = r#"
+_dsync_names() {
+    _dsync "$@"
+    local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" names=
+    case "$before:${COMP_WORDS[1]}" in
+        --job:*|run:run) names=$(dsync names jobs 2>/dev/null) ;;
+        *:sync|*:mirror|*:verify|*:demote|*:status|*:checkpoint|*:changes|*:extract|*:forget)
+            [[ $current == -* ]] || names=$(dsync names sources 2>/dev/null) ;;
+    esac
+    COMPREPLY+=($(compgen -W "$names" -- "$current"))
+}
+complete -F _dsync_names -o nosort -o bashdefault -o default dsync
+"#;
+const ZSH_NAMES: &str = r#"
+_dsync_jobs() { local -a names=(${(f)"$(dsync names jobs 2>/dev/null)"}); compadd -a names }
+_dsync_sources() { local -a names=(${(f)"$(dsync names sources 2>/dev/null)"}); compadd -a names; _files }
+"#;
+const FISH_NAMES: &str = r#"
+complete -c dsync -n "__fish_seen_subcommand_from run" -f -a "(dsync names jobs 2>/dev/null)"
+complete -c dsync -n "__fish_seen_subcommand_from demote promote rewind verify" -l job -x -a "(dsync names jobs 2>/dev/null)"
+complete -c dsync -n "__fish_seen_subcommand_from sync mirror verify demote status checkpoint changes extract forget" -a "(dsync names sources 2>/dev/null)"
+"#;
+
+/// A completion that asks for names too.
+fn with_names(shell: clap_complete::Shell, text: &str) -> String {
+    use clap_complete::Shell;
+    match shell {
+        Shell::Bash => format!("{text}{BASH_NAMES}"),
+        Shell::Fish => format!("{text}{FISH_NAMES}"),
+        Shell::Zsh => {
+            let (head, rest) = text.split_once('\n').unwrap_or((text, ""));
+            let line = |line: &str| match line {
+                _ if line.contains("]:JOB:") || line.starts_with("':job") => {
+                    line.replace(":_default'", ":_dsync_jobs'")
+                }
+                _ if line.starts_with("':source") || line.starts_with("'::source") => {
+                    line.replace(":_default'", ":_dsync_sources'")
+                }
+                _ => line.to_owned(),
+            };
+            let lines: Vec<String> = rest.lines().map(line).collect();
+            format!("{head}\n{ZSH_NAMES}{}\n", lines.join("\n"))
+        }
+        _ => text.to_owned(),
+    }
+}
+
 /// Writes the completions for a shell to standard output, without hidden commands.
 pub(crate) fn completions(shell: clap_complete::Shell) {
     // Through memory: the generator panics if the reader is gone.
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut visible(&Cli::command()), "dsync", &mut text);
-    let _ = std::io::stdout().write_all(&text);
+    let text = with_names(shell, &String::from_utf8_lossy(&text));
+    let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
 /// A command without what its help hides.
@@ -172,6 +237,18 @@ mod tests {
             for hidden in ["cycles", "fixed-interval", "stages", "completions"] {
                 assert!(!text.contains(hidden), "{shell}: {hidden}");
             }
+            let text = with_names(shell, &text);
+            for asked in ["names jobs", "names sources"] {
+                assert!(text.contains(asked), "{shell}: {asked}");
+            }
+            if shell == clap_complete::Shell::Zsh {
+                assert!(text.starts_with("#compdef dsync\n"), "{text}");
+                assert!(
+                    text.matches(":_dsync_jobs'").count() >= 5
+                        && text.matches(":_dsync_sources'").count() >= 4,
+                    "{text}"
+                );
+            }
         }
     }
 
@@ -189,10 +266,65 @@ mod tests {
         }
         assert!(!page.contains("cycles"), "{page}");
         let examples = page.split(".SH ").find(|section| section.starts_with("EXAMPLES")).unwrap();
-        let lines =
-            ".nf\n  dsync sync /srv/vm.raw /backup/vm.raw              on this host\n  dsync sync vm ";
+        let lines = ".nf\n  dsync sync /srv/vm.raw /backup/vm.raw\n      on this host\n  dsync sync vm ";
         assert!(examples.contains(lines), "{examples}");
         assert_eq!(examples.matches(".nf\n").count(), examples.matches(".fi\n").count());
+    }
+
+    /// All commands, those of `key` and `track` too.
+    fn commands(command: &Command) -> Vec<&Command> {
+        let shown = command.get_subcommands().filter(|command| !command.is_hide_set());
+        std::iter::once(command).chain(shown.flat_map(commands)).collect()
+    }
+
+    #[test]
+    fn help_fits_a_terminal_of_80_columns() {
+        for command in commands(&program()) {
+            let help = command.clone().term_width(80).render_long_help().to_string();
+            let wide: Vec<&str> = help.lines().filter(|line| line.chars().count() > 80).collect();
+            assert!(wide.is_empty(), "{}: {wide:#?}", command.get_name());
+            // An example is a line to paste, and a text has its lines from the terminal's width.
+            let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let mut before = "";
+            for line in after.lines() {
+                assert!(!line.starts_with("  ") || line.chars().count() <= 80, "{line}");
+                let is_text = |line: &str| !line.is_empty() && !line.starts_with("  ");
+                assert!(!(is_text(before) && is_text(line)), "{before}\n{line}");
+                before = line;
+            }
+        }
+    }
+
+    #[test]
+    fn options_stand_under_headings() {
+        let orders = [
+            "Arguments:",
+            "Options:",
+            "Method:",
+            "What is kept:",
+            "Limits:",
+            "Remote:",
+            "Advanced:",
+            "Global options:",
+        ];
+        for name in ["sync", "mirror", "verify", "demote", "serve"] {
+            let program = program();
+            let command = program.get_subcommands().find(|command| command.get_name() == name).unwrap();
+            let help = command.clone().render_help().to_string();
+            let found: Vec<_> = orders.iter().map(|heading| help.find(&format!("\n{heading}"))).collect();
+            let at: Vec<usize> = found.iter().flatten().copied().collect();
+            assert!(at.is_sorted() && at.len() >= 5, "{name}: {help}");
+            assert!(name != "sync" || at.len() == orders.len(), "{help}");
+            let own =
+                help.split("\nMethod:").next().and_then(|all| all.split("\nOptions:").nth(1)).unwrap_or("");
+            assert!(
+                name != "sync" || own.matches("\n  -").count() + own.matches("\n      --").count() <= 4,
+                "{own}"
+            );
+            for hidden in ["--alpha", "--beta", "--interval", "--min-interval", "--passes", "--at-view"] {
+                assert!(!help.contains(hidden), "{name}: {hidden}");
+            }
+        }
     }
 
     #[test]

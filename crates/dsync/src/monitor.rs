@@ -28,13 +28,13 @@ pub(crate) struct Found {
     /// The source that each replica on this host follows, those that are not asked for included.
     follow: BTreeMap<PathBuf, uuid::Uuid>,
     /// What the jobs of this host are to copy.
-    copies: Vec<JobCopy>,
-    /// Replicas that are sources with another state directory.
-    elsewhere: usize,
+    pub copies: Vec<JobCopy>,
+    /// Replicas that are sources with another state directory, and that.
+    pub elsewhere: Vec<(PathBuf, PathBuf)>,
     /// Groups that could not be promoted as they are.
     apart: Vec<Apart>,
-    /// What could not be read.
-    errors: Vec<String>,
+    /// Sources whose state could not be read, and jobs that cannot be run.
+    pub errors: Vec<anyhow::Error>,
 }
 
 impl Found {
@@ -73,9 +73,12 @@ impl Found {
         let sources = &self.sources;
         self.replicas
             .retain(|replica| !(replica.is_source() && sources.iter().any(|s| s.path == replica.path)));
-        let listed = self.replicas.len();
-        self.replicas.retain(|replica| made_elsewhere(replica, state).is_none());
-        self.elsewhere = listed - self.replicas.len();
+        let elsewhere = &mut self.elsewhere;
+        self.replicas.retain(|replica| {
+            let made = made_elsewhere(replica, state);
+            elsewhere.extend(made.iter().map(|made| (replica.path.clone(), made.clone())));
+            made.is_none()
+        });
     }
 
     fn read_source(&mut self, place: &Path, about: About) {
@@ -96,7 +99,7 @@ impl Found {
     }
 
     fn fail(&mut self, place: &Path, error: anyhow::Error) {
-        self.errors.push(failure::text(&error.context(unreadable(place))));
+        self.errors.push(error.context(unreadable(place)));
     }
 }
 
@@ -111,9 +114,9 @@ pub(crate) fn follow(replicas: &[KnownReplica]) -> BTreeMap<PathBuf, uuid::Uuid>
 pub(crate) struct Problem {
     kind: &'static str,
     /// A word that does not change between versions.
-    problem: &'static str,
-    source: Option<PathBuf>,
-    replica: Option<String>,
+    pub problem: &'static str,
+    pub source: Option<PathBuf>,
+    pub replica: Option<String>,
     pub message: String,
 }
 
@@ -128,9 +131,10 @@ struct Checked {
 pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> {
     let found = Found::read(args.path.as_deref(), state)?;
     let mut problems = problems(&found, args)?;
-    let nothing =
-        found.sources.is_empty() && found.replicas.is_empty() && problems.is_empty() && found.elsewhere == 0;
-    if nothing && trackers::list()?.is_empty() {
+    let is_empty = found.sources.is_empty() && found.replicas.is_empty() && found.elsewhere.is_empty();
+    let nothing = is_empty && problems.is_empty();
+    // What is tracked in the kernel is not for a directory to judge that is not there.
+    if nothing && (!state.path().is_dir() || trackers::list()?.is_empty()) {
         problems.push(Problem::of("nothing-known", nothing_known(state)));
     }
     for problem in &problems {
@@ -152,7 +156,7 @@ pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> R
 /// What needs attention, of all that was found.
 pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem>> {
     let mut problems: Vec<Problem> =
-        found.errors.iter().map(|error| Problem::of("unreadable", error.clone())).collect();
+        found.errors.iter().map(|error| Problem::of("unreadable", failure::text(error))).collect();
     for source in &found.sources {
         problems.extend(of_source(source));
         problems.extend(
@@ -171,13 +175,18 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
         }
         // One on this host is judged by its own state.
         let elsewhere = |name: &str| found.replicas.iter().all(|local| local.path != Path::new(name));
-        let begun = source.first_copies.iter().filter(|tally| elsewhere(&tally.replica));
+        let stopped = |tally: &&Tally| !is_under_way(tally) && elsewhere(&tally.replica);
+        let begun = source.first_copies.iter().filter(stopped);
         problems.extend(begun.map(|tally| of_first_copy(source, tally)));
     }
     if args.path.is_none() {
         problems.extend(of_trackers(&found.sources)?);
     }
-    problems.extend(found.replicas.iter().filter_map(of_local));
+    let first_copies = || found.sources.iter().flat_map(|source| &source.first_copies);
+    let is_copied = |known: &&KnownReplica| {
+        first_copies().any(|tally| known.path == Path::new(&tally.replica) && is_under_way(tally))
+    };
+    problems.extend(found.replicas.iter().filter(|known| !is_copied(known)).filter_map(of_local));
     problems
         .extend(found.replicas.iter().filter_map(|known| of_differing(known, &problems)).collect::<Vec<_>>());
     problems.extend(found.replicas.iter().filter_map(of_diverged));
@@ -186,7 +195,10 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
     problems.extend(found.apart.iter().map(of_apart));
     problems.extend(found.copies.iter().filter(|copy| !copy.made && !copy.begun).map(of_copy));
     let made = found.copies.iter().filter(|copy| copy.made);
-    problems.extend(made.filter_map(|copy| of_fetch(copy, copy.fetch.as_ref()?, args.max_age)));
+    problems.extend(made.clone().filter_map(|copy| of_fetch(copy, copy.fetch.as_ref()?, args.max_age)));
+    let mirrors = made.filter_map(|copy| of_mirror(copy, &found.sources));
+    let is_new = |mirror: &Problem| problems.iter().all(|other| other.replica != mirror.replica);
+    problems.extend(mirrors.filter(is_new).collect::<Vec<_>>());
     Ok(problems)
 }
 
@@ -214,6 +226,7 @@ fn of_source(source: &SourceStatus) -> Option<Problem> {
         _ if source.size.is_none() => {
             Problem::of("missing", format!("source is missing: {}", missing(source)))
         }
+        Some(_) if source.is_untracked => return None,
         Some(why) => Problem::of(
             "tracking-lost",
             format!(
@@ -237,6 +250,7 @@ fn of_replica(
     let age = now().saturating_sub(Duration::from_secs(replica.time));
     let failed = replica.failed();
     let differs = |verified: &&LastVerify| verified.differs();
+    let behind = |rpo: &f64| is_beyond(replica, *rpo);
     let (word, message) = if let Some(other) = taken {
         let now = format!("it follows source {other} now, and syncs of {path} to it are refused");
         let out =
@@ -255,7 +269,13 @@ fn of_replica(
         let late =
             format!("{name} of {path} was last brought up to date on {time}, longer ago than {max}{why}");
         ("stale", format!("replica is out of date: {late}"))
-    } else if replica.compared {
+    } else if let Some(rpo) = replica.work().and_then(|work| work.rpo.filter(|_| !work.paused)).filter(behind)
+    {
+        let (lag, rpo) = (units::seconds(replica.lag(now().as_secs()) as f64), units::seconds(rpo));
+        let late =
+            format!("{name} of {path} is {lag} behind, and its mirror is to keep it within {rpo} (--rpo)");
+        ("stale", format!("replica is out of date: {late}: the link or the other host is too slow, or hangs"))
+    } else if replica.compared && !source.is_untracked {
         let why = replica.why.as_deref().unwrap_or_default();
         let gap = format!("history has a gap: the next sync of {path} to {name} compares all of it: {why}");
         ("history-gap", gap)
@@ -275,6 +295,39 @@ fn of_replica(
     })
 }
 
+/// True if a replica is further behind than it may be. Times are those of whole seconds.
+fn is_beyond(replica: &Lacking, rpo: f64) -> bool {
+    replica.lag(now().as_secs()) as f64 > rpo + 1.0
+}
+
+/// A replica that a job is to mirror, and nothing does: its mirror was killed, or was stopped and not started again.
+fn of_mirror(copy: &JobCopy, sources: &[SourceStatus]) -> Option<Problem> {
+    let source = sources.iter().find(|source| source.path == Path::new(&copy.source))?;
+    let replica = source.replicas.iter().find(|replica| replica.replica == copy.replica)?;
+    let rpo = copy.rpo.filter(|_| replica.work().is_none())?;
+    let left = replica.tally.work.as_ref().filter(|work| work.what == "mirror");
+    let how = match left {
+        Some(work) => format!("its mirror, process {}, was killed", work.process),
+        None if is_beyond(replica, rpo.as_secs_f64()) => {
+            format!("it is {} behind", units::seconds(replica.lag(now().as_secs()) as f64))
+        }
+        None => return None,
+    };
+    let JobCopy { job, replica: name, .. } = copy;
+    let message = format!(
+        "replica is not mirrored: job {job} is to mirror {} to {name}, and none is at work; {how}: \"systemctl status dsync-mirror@{job}\" says \
+         why; start it again, or remove the job if it is not wanted",
+        copy.source
+    );
+    let problem = Problem::of("not-mirrored", message);
+    Some(Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem })
+}
+
+/// True if a first copy is being made.
+fn is_under_way(tally: &Tally) -> bool {
+    tally.work.as_ref().is_some_and(|work| work.is_alive() && !work.only_looks())
+}
+
 /// A replica whose last sync failed.
 fn of_failing(source: &SourceStatus, replica: &Lacking) -> Option<Problem> {
     let failed = replica.failed()?;
@@ -290,10 +343,7 @@ fn of_failing(source: &SourceStatus, replica: &Lacking) -> Option<Problem> {
 /// A replica of which no copy was ever complete, or another disk of the source that was not given up for it.
 fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
     let (path, name) = (source.path.display(), &tally.replica);
-    let out = match tally.work.as_ref().is_some_and(|work| work.is_alive()) {
-        true => "it is complete when that ends".to_owned(),
-        false => format!("to give it up: dsync forget {path} {name}"),
-    };
+    let out = format!("to give it up: dsync forget {path} {name}");
     let how = first_copy(tally);
     let problem = match tally.refused {
         true => Problem::of(
@@ -462,7 +512,7 @@ fn now() -> Duration {
 /// What this host knows, as metrics, and what could not be read.
 pub(crate) struct Metrics {
     pub text: String,
-    errors: Vec<String>,
+    errors: Vec<anyhow::Error>,
 }
 
 impl Metrics {
@@ -558,7 +608,7 @@ pub(crate) fn prometheus(state: &StateDir, output: &Output) -> Result<u8> {
     // A part would be taken for the whole.
     printed.context("cannot print the metrics")?;
     for error in &metrics.errors {
-        output.error(error, failure::FAILED);
+        output.error(&failure::text(error), failure::FAILED);
     }
     Ok(if metrics.errors.is_empty() { 0 } else { failure::FAILED })
 }

@@ -48,7 +48,7 @@ pub(crate) fn open_group(
     args: &args::Serve,
     state: &StateDir,
 ) -> Result<Vec<(PathBuf, Rehearsal)>> {
-    let options = sync::open_options(None, state);
+    let options = opening(args, state);
     let (dir, name) = replica::find_group(dir)?;
     let moment = match moment {
         NOW => None,
@@ -56,6 +56,13 @@ pub(crate) fn open_group(
     };
     let wanted = Wanted { dir: &dir, name: &name, moment: moment.as_ref(), only: None };
     rehearsed(wanted, args, &options)
+}
+
+/// How replicas are opened that are shown. What a reader needs goes to the folder of the scratch file where nothing can be written beside a
+/// replica.
+fn opening(args: &args::Serve, state: &StateDir) -> Options {
+    let scratch = args.overlay.clone().unwrap_or_else(|| state.path().to_path_buf());
+    Options { scratch: Some(scratch), ..sync::open_options(None, state) }
 }
 
 fn rehearsed(wanted: Wanted<'_>, args: &args::Serve, options: &Options) -> Result<Vec<(PathBuf, Rehearsal)>> {
@@ -66,7 +73,7 @@ fn rehearsed(wanted: Wanted<'_>, args: &args::Serve, options: &Options) -> Resul
 /// Opens those of several replicas that are of one group, and are asked for at the present moment: all at one. Each with its name among
 /// the arguments.
 pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<(PathBuf, Rehearsal)>> {
-    let options = sync::open_options(None, state);
+    let options = opening(args, state);
     let mut groups: BTreeMap<PathBuf, (String, Vec<(PathBuf, PathBuf)>)> = BTreeMap::new();
     for image in &args.images {
         let Some((path, _)) = parts(image).filter(|(_, moment)| moment == NOW) else { continue };
@@ -134,7 +141,7 @@ impl Rehearsal {
     /// Opens a moment of the replica at a path.
     pub(crate) fn open(path: &Path, moment: &str, args: &args::Serve, state: &StateDir) -> Result<Rehearsal> {
         let path = std::path::absolute(path)?;
-        let mut options = sync::open_options(None, state);
+        let mut options = opening(args, state);
         if replica::inspect(&path, &options)?.is_none() {
             options.folder = sync::known_replicas(state).folder_of(&path).unwrap_or_default();
             if options.folder.is_none() {

@@ -36,14 +36,17 @@ pub(crate) struct SourceStatus {
     pub size: Option<u64>,
     /// The same, or what it was when it was last seen.
     #[serde(skip)]
-    tracked: u64,
+    pub tracked: u64,
     /// The last epoch.
     pub epoch: Option<u64>,
     epochs: Vec<source::EpochInfo>,
     /// Why what was written since the last epoch is not known: the next sync compares. `None` if it is known, and before the first
     /// epoch.
     pub lost: Option<String>,
-    served: Option<Status>,
+    /// Nobody has asked to record what is written to it: an image that is compared now and then.
+    #[serde(skip)]
+    pub is_untracked: bool,
+    pub served: Option<Status>,
     pub replicas: Vec<Lacking>,
     /// Replicas of which no copy was ever complete.
     pub first_copies: Vec<Tally>,
@@ -93,6 +96,22 @@ impl Lacking {
     }
 }
 
+/// True if all that is known is asked for: of one disk, by a program, or with -v. Otherwise a table does.
+pub(crate) fn is_long(args: &args::Status, output: &Output) -> bool {
+    args.path.is_some() || output.is_json() || output.is_verbose()
+}
+
+/// Why nothing is shown.
+pub(crate) fn nothing(state: &StateDir) -> String {
+    // Only root can see what is tracked in the kernel.
+    let unseen =
+        if rustix::process::geteuid().is_root() { "" } else { "; tracked disks are shown to root only" };
+    format!(
+        "no sources yet (state directory {}{unseen}): start with \"dsync serve\", \"dsync track\" or \"dsync sync\"",
+        state.path().display()
+    )
+}
+
 /// Prints sources, trackers, and what each replica lacks.
 pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
     let mut failed = Vec::new();
@@ -120,13 +139,7 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
         None => sync::known_replicas(state).all().context("cannot read the list of replicas")?,
     };
     if sources.is_empty() && failed.is_empty() && trackers == 0 && replicas.is_empty() {
-        // Only root can see what is tracked in the kernel.
-        let unseen =
-            if rustix::process::geteuid().is_root() { "" } else { "; tracked disks are shown to root only" };
-        output.say(&format!(
-            "no sources yet (state directory {}{unseen}): start with \"dsync serve\", \"dsync track\" or \"dsync sync\"",
-            state.path().display()
-        ));
+        output.say(&nothing(state));
     }
     let paths: Vec<_> = sources.iter().map(|(_, about)| about.path.clone()).collect();
     let mut groups = Vec::new();
@@ -221,6 +234,7 @@ impl SourceStatus {
         first_copies.retain(|tally| {
             tally.is_first_copy() && replicas.iter().all(|known| known.replica != tally.replica)
         });
+        let is_untracked = served.is_none() && !about.identity.is_block() && !source::was_served(place);
         let status = SourceStatus {
             kind: "source",
             path: about.path,
@@ -233,6 +247,7 @@ impl SourceStatus {
             epoch: history.last().map(|e| e.number),
             epochs: history.epochs(),
             lost,
+            is_untracked,
             served,
             replicas,
             first_copies,
@@ -498,6 +513,9 @@ struct ReplicaStatus {
     demoted: Option<u64>,
     /// The group that it is committed with.
     group: Option<Group>,
+    /// Where its source is.
+    #[serde(skip)]
+    origin: Option<String>,
     /// Who reads it at a moment.
     readers: Vec<replica::Reader>,
     /// A verification found that it differed from its source.
@@ -634,6 +652,7 @@ fn replica(
         released: status.role.released.is_some(),
         demoted: status.role.demoted.as_ref().map(|demoted| demoted.since),
         group: Group::of_replica(replica.path(), replica.recorded()),
+        origin: replica::origin(&absolute, &options).as_deref().map(local::shown_origin),
         readers: replica::readers(&absolute, &options)?,
         verdict: replica.verdict(),
     };
@@ -668,6 +687,7 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
     if let Some(at) = status.at.filter(|_| status.demoted.is_none()) {
         output.say(&format!("  of {} ({}), term {}", device::moment(at), units::age(at), status.term));
     }
+    local::say_origin(status.origin.as_deref(), output);
     match &status.recovered {
         Some(recovered) => output.say(&format!("  {recovered}")),
         None if recovering => output.say("  nothing to recover"),
@@ -746,6 +766,8 @@ fn written_down(
     say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);
     let verdict = replica::verdict(&path, options).filter(|_| promoted.is_none());
     local::say_verdict(verdict, output);
+    let origin = replica::origin(&path, options).as_deref().map(local::shown_origin);
+    local::say_origin(origin.as_deref().filter(|_| promoted.is_none()), output);
     let readers = replica::readers(&path, options)?;
     say_readers(&readers, output);
     output.summary(&ReplicaStatus {
@@ -766,6 +788,7 @@ fn written_down(
         released: lineage.role.released.is_some(),
         demoted: lineage.role.demoted.as_ref().map(|demoted| demoted.since),
         group,
+        origin,
         readers,
         verdict,
     });

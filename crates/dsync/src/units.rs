@@ -1,4 +1,5 @@
-//! Human-readable sizes, rates and times.
+//! Human-readable sizes, rates and times. The parser of the command line names the option and the value that it cannot read: an error here says
+//! how that is written.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -14,7 +15,7 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
-    let wrong = || format!("invalid size \"{text}\": use a form like 4096, 4K, 1.5M or 2GiB");
+    let wrong = || "use a form like 4096, 4K, 1.5M or 2GiB".to_owned();
     let number: f64 = number.parse().map_err(|_| wrong())?;
     let unit = unit.trim().trim_end_matches("/s");
     let scale = |base: f64| -> Option<f64> {
@@ -51,16 +52,17 @@ pub(crate) fn check_rates(rates: &[(&str, Option<u64>)]) -> Result<(), Failure> 
 
 /// Reads `OFFSET:LEN`, both as [`parse_size`] does; the range of bytes.
 pub(crate) fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
-    let wrong = || format!("invalid range \"{text}\": use OFFSET:LEN, such as 1G:64M");
+    let wrong = || "use OFFSET:LEN, such as 1G:64M".to_owned();
     let (offset, len) = text.split_once(':').ok_or_else(wrong)?;
     let (offset, len) = (parse_size(offset)?, parse_size(len)?);
     let end = offset.checked_add(len).filter(|_| len > 0).ok_or_else(wrong)?;
     Ok(offset..end)
 }
 
-/// Reads `30ms`, `1.5s`, `2m` or `1h`; a number alone is one of seconds.
+/// Reads `30ms`, `1.5s`, `2m`, `1h`, `7d` or `4w`; a number alone is one of seconds.
 pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("invalid time \"{text}\": use a form like 30ms, 5s, 2m or 1h");
+    let text = text.trim();
+    let wrong = || "use a form like 30ms, 10, 5s, 2m, 1h or 7d".to_owned();
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let number: f64 = text[..split].parse().map_err(|_| wrong())?;
     let scale = match text[split..].trim() {
@@ -68,28 +70,40 @@ pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
         "" | "s" => 1.0,
         "m" | "min" => 60.0,
         "h" => 3600.0,
+        "d" => 86_400.0,
+        "w" => 604_800.0,
         _ => return Err(wrong()),
     };
     let seconds = number * scale;
-    if !(1e-3..=1e6).contains(&seconds) {
-        return Err(format!("time \"{text}\" is out of range: give 1ms to 277h"));
+    if !(1e-3..=1e8).contains(&seconds) {
+        return Err("give a time from 1ms to 1000d".to_owned());
     }
     Ok(Duration::from_secs_f64(seconds))
 }
 
 /// Reads how long a peer may be silent.
 pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
-    parse_period(text).map_err(|why| format!("{why}; the timeout cannot be turned off"))
+    match parse_period(text) {
+        Err(_) if text.trim().trim_end_matches(char::is_alphabetic) == "0" => {
+            Err("it cannot be turned off: give a time from 1s to 1h, such as 30s".to_owned())
+        }
+        other => other,
+    }
 }
 
 /// Reads a time from a second to an hour.
 pub(crate) fn parse_period(text: &str) -> Result<Duration, String> {
-    // Zero is out of range, and no other form.
-    let time = if text.trim() == "0" { Duration::ZERO } else { parse_time(text)? };
-    match (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&time) {
-        true => Ok(time),
-        false => Err("give a time from 1s to 1h, such as 30s".to_owned()),
-    }
+    within(text, 3600).ok_or_else(|| "give a time from 1s to 1h, such as 30s".to_owned())
+}
+
+/// Reads how long a file system may be frozen.
+pub(crate) fn parse_freeze(text: &str) -> Result<Duration, String> {
+    within(text, 300).ok_or_else(|| "give a time from 1s to 5m, such as 10s".to_owned())
+}
+
+/// A time of a second up to so many.
+fn within(text: &str, most: u64) -> Option<Duration> {
+    parse_time(text).ok().filter(|time| (Duration::from_secs(1)..=Duration::from_secs(most)).contains(time))
 }
 
 /// Reads a whole number of a range.
@@ -107,14 +121,13 @@ where
 pub(crate) fn parse_factor(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(factor) if (0.0..=1.0).contains(&factor) => Ok(factor),
-        _ => Err(format!("invalid factor \"{text}\": give a number from 0 to 1")),
+        _ => Err("give a number from 0 to 1".to_owned()),
     }
 }
 
 /// Reads `90d` or `12h` from now, or a date; seconds since 1970.
 pub(crate) fn parse_expiry(text: &str) -> Result<u64, String> {
-    let wrong =
-        || format!("invalid time \"{text}\": use a form like 90d or 12h, or a date such as 2027-03-01");
+    let wrong = || "use a form like 90d or 12h, or a date such as 2027-03-01".to_owned();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     for (unit, seconds) in [('d', DAY), ('h', 3600), ('m', 60), ('s', 1)] {
         if let Some(count) = text.strip_suffix(unit) {
@@ -308,11 +321,16 @@ mod tests {
 
     #[test]
     fn times_have_one_form_and_numbers_a_range() {
-        for (text, seconds) in [("10", 10.0), ("10s", 10.0), ("1.5m", 90.0), ("1h", 3600.0), ("30ms", 0.03)] {
+        for (text, seconds) in
+            [("10", 10.0), ("10s", 10.0), ("1.5m", 90.0), ("1h", 3600.0), ("7d", 604_800.0), ("30ms", 0.03)]
+        {
             assert_eq!(parse_time(text), Ok(Duration::from_secs_f64(seconds)), "{text}");
         }
         assert_eq!(parse_period("0").unwrap_err(), "give a time from 1s to 1h, such as 30s");
-        assert!(parse_timeout("0").unwrap_err().ends_with("cannot be turned off"));
+        assert_eq!(parse_timeout("x"), parse_period("x"));
+        for zero in ["0", "0s", "0m"] {
+            assert!(parse_timeout(zero).unwrap_err().starts_with("it cannot be turned off: "), "{zero}");
+        }
         assert_eq!(number(1..=16u8)("16"), Ok(16));
         for wrong in ["0", "17", "x", "", "1.5", "-1", "999999"] {
             assert_eq!(number(1..=16u8)(wrong).unwrap_err(), "give a whole number from 1 to 16", "{wrong}");

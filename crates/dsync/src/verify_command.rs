@@ -48,7 +48,7 @@ pub(crate) fn run(args: &args::Verify, steering: &Steering, state: &StateDir, ou
         let handle = crate::attach(state, &args.source, &args.open)?;
         begun(&(&handle).into())?;
         let progress = |done, total| output.progress(done, total);
-        let verified = ends.converse(&args.far, state, Some(&handle), |link, path, name| {
+        let verified = ends.converse(&args.far, state, None, |link, path, name| {
             sync::verify(&handle, link, path, name, &options, &progress)
         });
         output.finish();

@@ -537,7 +537,7 @@ impl Replica {
         self.refresh()?;
         Ok(Some(Committed {
             epoch: toward.epoch,
-            bytes_written: written + merged,
+            bytes_written: self.take_passed() + written + merged,
             bytes_read: read + filled,
         }))
     }

@@ -79,7 +79,7 @@ impl FromStr for Keep {
             let span = Span { seconds: seconds(reach)?, every };
             match every < span.seconds {
                 true => Ok(span),
-                false => Err(format!("invalid \"{part}\": the period is as long as the time it divides")),
+                false => Err("the period must be shorter than the time that it divides".to_owned()),
             }
         };
         let spans = text.split(',').map(|part| span(part.trim())).collect::<Result<_, String>>()?;
@@ -89,7 +89,7 @@ impl FromStr for Keep {
 
 /// Reads `90s`, `10m`, `24h`, `7d` or `4w`.
 fn seconds(text: &str) -> Result<u64, String> {
-    let wrong = || format!("invalid time \"{text}\": use a form like 10m, 24h, 7d or 4w");
+    let wrong = || "use a form like 24h, 7d/1h or 4w, with a unit".to_owned();
     let split = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
     let unit = match &text[split..] {
         "s" => 1,

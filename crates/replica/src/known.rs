@@ -13,6 +13,7 @@ use crate::error::{Result, io_error};
 use crate::journal::WHOLE;
 use crate::lineage::{self, Lineage, State, StepKind, Unsure};
 use crate::note;
+use crate::origin;
 use crate::past::{self, GivenUp, Settings};
 use crate::replica::Replica;
 use crate::role::Role;
@@ -72,6 +73,8 @@ pub struct KnownPast {
     pub is_empty: bool,
     /// A verification found that it differed from its source.
     pub verdict: Option<Verdict>,
+    /// Where its source is, `HOST:PATH`, if that has said so.
+    pub origin: Option<String>,
 }
 
 impl KnownPast {
@@ -85,6 +88,7 @@ impl KnownPast {
             given_up: settings.and_then(|settings| settings.given_up),
             is_empty: past::is_empty(dir),
             verdict: Verdict::standing(dir).filter(|_| lineage.role.promoted.is_none()),
+            origin: origin::place(dir, lineage),
         }
     }
 }

@@ -66,6 +66,7 @@ mod given_up;
 mod undo;
 
 mod accept;
+mod origin;
 mod undo_log;
 mod viewed;
 
@@ -109,6 +110,7 @@ pub use known::{Condition, KnownPast, KnownReplica, KnownReplicas};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward, Unsure};
 pub use locate::inspect;
 pub use options::{Herald, Options, SourceTime};
+pub use origin::origin;
 pub use past::{GivenUp, Moment};
 pub use promoted::{Outlook, promotes_still, to_promote};
 #[doc(hidden)]

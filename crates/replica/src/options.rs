@@ -14,6 +14,8 @@ use crate::keep::Keep;
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
+    /// Where a reader keeps what it needs, if the file system of the replica's state is mounted read-only.
+    pub scratch: Option<PathBuf>,
     /// The folder of the replica's state. Without it: `.NAME.dsync/` beside a file, one within `devices` for a device.
     pub folder: Option<PathBuf>,
     /// Where the folders of replicas on devices are, usually in the state directory; each is named after its disk.

@@ -212,9 +212,29 @@ impl Watched {
         }
     }
 
+    /// The same on a file system that is mounted read-only, where no process that commits can be asked for anything: it is only seen that one
+    /// has begun.
+    pub(crate) fn open_fixed(folder: &Dir) -> io::Result<Option<Watched>> {
+        match folder.file(NAME, OFlags::RDONLY, 0) {
+            Ok(file) => Ok(Some(Watched { file })),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
     /// What the destination holds, and the number of that; `None` while it is written to, or may be half written, or if that
     /// is not known in this boot.
     pub(crate) fn look(&self) -> Option<(u64, Held)> {
+        let (sequence, page) = self.page()?;
+        (page.boot == Boot::current().id).then_some((sequence, page.held))
+    }
+
+    /// What it held last, in whichever boot that was.
+    pub(crate) fn look_back(&self) -> Option<(u64, Held)> {
+        self.page().map(|(sequence, page)| (sequence, page.held))
+    }
+
+    fn page(&self) -> Option<(u64, Page)> {
         let sequence = number(&self.file, 0).ok().filter(|number| number % 2 == 0)?;
         let mut bytes = vec![0; (LEN - TEXT) as usize];
         self.file.read_exact_at(&mut bytes, TEXT).ok()?;
@@ -224,8 +244,7 @@ impl Watched {
         if XxHash3_128::oneshot(text).to_le_bytes() != *hash || !self.is_at(sequence) {
             return None;
         }
-        let page: Page = serde_json::from_slice(text).ok()?;
-        (page.boot == Boot::current().id).then_some((sequence, page.held))
+        Some((sequence, serde_json::from_slice(text).ok()?))
     }
 
     /// Asks the processes that commit to look for claims.

@@ -38,6 +38,8 @@ pub struct Replica {
     settings: Option<Settings>,
     /// Bytes that the next delta is expected to bring.
     expected: u64,
+    /// Bytes that passes over a live disk have written for the next commit.
+    passed: u64,
     /// A step in place is made durable every so many bytes.
     save_bytes: u64,
     known: Known,
@@ -118,6 +120,7 @@ impl Replica {
             options: options.clone(),
             settings: None,
             expected: 0,
+            passed: 0,
             save_bytes: SAVE_BYTES,
             known: Known::default(),
             status: Status::nothing(),
@@ -248,6 +251,16 @@ impl Replica {
     /// What waits for the commit of the group.
     pub(crate) fn prepared(&self) -> Option<&Prepared> {
         self.known.prepared.as_ref()
+    }
+
+    /// A pass has written so many bytes.
+    pub(crate) fn count_pass(&mut self, written: u64) {
+        self.passed += written;
+    }
+
+    /// What passes have written for what is committed now.
+    pub(crate) fn take_passed(&mut self) -> u64 {
+        std::mem::take(&mut self.passed)
     }
 
     pub(crate) fn set_prepared(&mut self, prepared: Option<Prepared>) {

@@ -16,14 +16,14 @@ use std::time::{Duration, Instant};
 
 use delta::Epoch;
 use device::{Dir, Disk, Folder, FolderLock, Queue, StateFile, ThreadQueue};
-use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, flock, statat};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, StatVfsMountFlags, flock, statat};
 use rustix::io::Errno;
 use uuid::Uuid;
 
 use crate::destination::{Destination, FileDestination, Name};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::index::Index;
-use crate::journal::ARRIVING;
+use crate::journal::{ARRIVING, WHOLE};
 use crate::lineage::Lineage;
 use crate::locate::{locate, state_folder};
 use crate::options::Options;
@@ -48,6 +48,8 @@ pub struct View {
     /// When it began, in seconds since 1970.
     since: u64,
     log: Log,
+    /// On a file system that is mounted read-only, what tells if it is written to all the same, and its number then.
+    fixed: Option<(Watched, u64)>,
     /// `None` once it was let go.
     held: RwLock<Option<Held>>,
 }
@@ -112,9 +114,17 @@ impl View {
                 }
             }
         }
+        let fixed = options.scratch.as_deref().filter(|_| is_read_only(&dir));
         loop {
-            match View::attempt(&path, &dir, &raw, to)? {
+            match View::attempt(&path, &dir, &raw, to, fixed)? {
                 Attempt::Made(view) => return Ok(*view),
+                Attempt::NotNow if fixed.is_some() => {
+                    return Err(ReplicaError::Refused(format!(
+                        "{} cannot be shown: its file system is mounted read-only, and what was begun on it is not complete: mount it for writing, \
+                         and run \"dsync recover {0}\"",
+                        path.display()
+                    )));
+                }
                 Attempt::NoSuchMoment => {
                     return Err(ReplicaError::Refused(format!(
                         "{} cannot be shown as it was then: \"dsync rewind {0}\" lists the moments that it can",
@@ -145,29 +155,49 @@ impl View {
     /// Tries for a while to show a destination that rests now and then.
     #[cfg(test)]
     pub(crate) fn over(path: &Path, dir: &Dir, raw: &OpenRaw<'_>, to: Option<Uuid>) -> Result<Option<View>> {
-        match View::attempt(path, dir, raw, to)? {
+        match View::attempt(path, dir, raw, to, None)? {
             Attempt::Made(view) => Ok(Some(*view)),
             Attempt::NotNow | Attempt::NoSuchMoment => Ok(None),
         }
     }
 
-    fn attempt(path: &Path, dir: &Dir, raw: &OpenRaw<'_>, to: Option<Uuid>) -> Result<Attempt> {
+    /// `fixed`: where to keep what is needed, if nothing can be written beside the replica.
+    fn attempt(
+        path: &Path,
+        dir: &Dir,
+        raw: &OpenRaw<'_>,
+        to: Option<Uuid>,
+        fixed: Option<&Path>,
+    ) -> Result<Attempt> {
         let failed = |e| io_error("read", dir.path())(e);
-        let Some(watched) = Watched::open(dir).map_err(failed)? else { return Ok(Attempt::NotNow) };
-        let Some((sequence, held)) = watched.look() else { return Ok(Attempt::NotNow) };
+        let watched = if fixed.is_some() { Watched::open_fixed(dir) } else { Watched::open(dir) };
+        let Some(watched) = watched.map_err(failed)? else { return Ok(Attempt::NotNow) };
+        let looked = if fixed.is_some() { watched.look_back() } else { watched.look() };
+        let Some((sequence, held)) = looked else { return Ok(Attempt::NotNow) };
         let refused = |why| ReplicaError::Refused(format!("{} cannot be shown: {why}", path.display()));
         let shown = held.map_err(refused)?;
         let (disk, inode) = raw()?;
         if inode != shown.inode {
             return Ok(Attempt::NotNow);
         }
-        let log = Log::make(dir, &shown).map_err(io_error("make a log in", dir.path()))?;
-        watched.ask().map_err(failed)?;
+        if fixed.is_some() && !is_at_rest(path, dir, &shown)? {
+            return Ok(Attempt::NotNow);
+        }
+        let place = fixed.unwrap_or(dir.path());
+        let log = match fixed {
+            Some(place) => Dir::open(place).and_then(|place| Log::make(&place, &shown)),
+            None => Log::make(dir, &shown),
+        };
+        let log = log.map_err(io_error("make a log in", place))?;
+        if fixed.is_none() {
+            watched.ask().map_err(failed)?;
+        }
         if !watched.is_at(sequence) {
             return Ok(Attempt::NotNow);
         }
+        let fixed = fixed.map(|_| (watched, sequence));
         let (align, held) = (disk.align(), RwLock::new(Some(Held { disk, past: None })));
-        let view = View { path: path.to_path_buf(), shown, align, since: now(), log, held };
+        let view = View { path: path.to_path_buf(), shown, align, since: now(), log, fixed, held };
         let made = match to.filter(|to| *to != view.shown.state) {
             Some(to) => view.go_back(dir, to)?,
             None => Attempt::Made(Box::new(view)),
@@ -252,6 +282,9 @@ impl View {
 
     /// Why it can be read no more; `None` while it can.
     pub fn lost(&self) -> Option<String> {
+        if self.fixed.as_ref().is_some_and(|(watched, sequence)| !watched.is_at(*sequence)) {
+            return Some("its file system was mounted for writing, and written to".into());
+        }
         reach(&self.log.file).err()
     }
 
@@ -329,6 +362,20 @@ impl View {
 pub fn readers(path: &Path, options: &Options) -> Result<Vec<Reader>> {
     let folder = state_folder(path, options)?;
     views::readers(&folder).map_err(io_error("look into", &folder))
+}
+
+/// True if nothing can be written beside a replica.
+fn is_read_only(dir: &Dir) -> bool {
+    rustix::fs::fstatvfs(dir.held()).is_ok_and(|found| found.f_flag.contains(StatVfsMountFlags::RDONLY))
+}
+
+/// True if a destination holds what it is said to hold, also after a power cut: its lineage says the same, and nothing was begun since.
+fn is_at_rest(path: &Path, dir: &Dir, shown: &Shown) -> Result<bool> {
+    let Some(lineage) = Lineage::load(dir)? else { return Ok(false) };
+    let is_begun =
+        lineage.step.is_some() || [ARRIVING, WHOLE].iter().any(|name| dir.open(name, false).is_ok());
+    let agrees = lineage.nonce == shown.state && lineage.unsure.is_nothing() && !is_begun;
+    Ok(agrees && (shown.inode == 0 || !is_doubtful(path, false, dir)?))
 }
 
 /// True if another program may have written to the destination since dsync left it alone, or the file does not tell. Of a device

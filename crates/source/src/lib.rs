@@ -75,7 +75,7 @@ pub use history::trail::{Step, Trail, leave_trail, note_step};
 pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
 pub use overwritten::overwritten;
-pub use peek::{doubt, lost, written_since};
+pub use peek::{doubt, lost, was_served, written_since};
 pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 #[doc(hidden)]
 pub use stamp::is_other;

@@ -11,6 +11,7 @@ use crate::control::Client;
 use crate::history::History;
 use crate::live::OTHER_HISTORY;
 use crate::source::Source;
+use crate::stamp::ImageStamp;
 use crate::state::About;
 
 /// Why the next sync could not use what was recorded since the last epoch of a source, and would compare; `None` if it could.
@@ -35,6 +36,12 @@ pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<Str
 /// If its state or its disk cannot be looked at.
 pub fn doubt(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
     Source::doubt(place, about)
+}
+
+/// True if the source was ever served: then its changes are to be recorded, and that they are not is worth a word.
+pub fn was_served(place: &Path) -> bool {
+    let stamp = Dir::existing(place).ok().and_then(|folder| ImageStamp::read(&folder).ok().flatten());
+    stamp.is_some_and(|stamp| stamp.served)
 }
 
 /// Why the record of a tracker does not say what was written since the last epoch of this history.

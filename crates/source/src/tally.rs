@@ -112,6 +112,9 @@ pub struct Work {
     /// Of a mirror: nothing is moved at this hour.
     #[serde(default)]
     pub paused: bool,
+    /// Of a mirror: how far it may fall behind, in seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rpo: Option<f64>,
 }
 
 impl Work {
@@ -133,6 +136,7 @@ impl Work {
             rate: 0,
             lag: None,
             paused: false,
+            rpo: None,
         }
     }
 
@@ -274,12 +278,21 @@ impl Counter {
     /// Work for it ended with a failure. Of a replica that its source does not know, nothing is kept, unless a first copy to it has
     /// begun.
     pub fn fail(&self, message: &str) {
+        self.end(|tally| tally.fail(message));
+    }
+
+    /// The same of work that brings nothing to the replica: that is as up to date as it was.
+    pub fn fail_to_look(&self) {
+        self.end(|tally| tally.failures += 1);
+    }
+
+    fn end(&self, change: impl FnOnce(&mut Tally)) {
         let bookmarks = Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
         let is_known = matches!(bookmarks, Ok(Ok(known)) if known.0.contains_key(&self.replica));
         if is_known || Tally::read(&self.folder, &self.replica).is_first_copy() {
             self.count(|tally| {
                 tally.work = None;
-                tally.fail(message);
+                change(tally);
             });
         } else {
             Tally::forget(&self.folder, &self.replica);

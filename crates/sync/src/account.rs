@@ -87,6 +87,12 @@ impl Account {
         Account { counter: Some(counter(handle, place.0, place.1, way)), ends, told: Mutex::new(told) }
     }
 
+    /// The same of a mirror that may fall so far behind.
+    pub(crate) fn within(mut self, rpo: Duration) -> Account {
+        self.told.get_mut().unwrap_or_else(PoisonError::into_inner).work.rpo = Some(rpo.as_secs_f64());
+        self
+    }
+
     /// The same for a dry run, of which nothing is kept.
     pub(crate) fn dry(self) -> Account {
         Account { counter: None, ..self }
@@ -203,7 +209,8 @@ impl Account {
         match error {
             // Another command is at work for the replica: what is written down is its work.
             error if error.class() == Class::Busy => {}
-            error if !looks && error.class() == Class::Diverged => counter.refuse(&message),
+            _ if looks => counter.fail_to_look(),
+            error if error.class() == Class::Diverged => counter.refuse(&message),
             _ => counter.fail(&message),
         }
     }

@@ -109,6 +109,14 @@ pub(crate) fn list(replica: &Replica, known: Option<&KnownReplicas>) {
     let _ = known.map(|known| known.add(replica));
 }
 
+/// The same of one that something is received for, with where that comes from.
+pub(crate) fn list_received(replica: &Replica, known: Option<&KnownReplicas>, open: &Open) {
+    list(replica, known);
+    if let Some(origin) = open.origin.as_ref().filter(|origin| !origin.place.is_empty()) {
+        replica.note_origin(origin.uuid, &origin.place);
+    }
+}
+
 /// Forgets the source that an adopted disk was before, if it follows that source's other self now. One that was restored from
 /// its replica goes on as its own source. What is left if this fails is not trusted: the disk has changed.
 fn forget_former(state: &dyn Site, replica: &Replica) {
@@ -231,7 +239,7 @@ impl ReplicaEnd<'_> {
                     refuse_adoption(replica.path(), &site.opening(open.journal_dir.as_deref()), site)?;
                 }
                 replica.mergeable()?;
-                list(&replica, known.as_ref());
+                list_received(&replica, known.as_ref(), open);
             }
             if let Some(released) = plan.release {
                 replica.keep_batches(&plan.batches)?;

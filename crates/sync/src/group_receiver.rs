@@ -6,7 +6,7 @@ use delta::Epoch;
 use replica::{Commit, Coverage, Group, KnownReplicas, Lineage, Membership, Replica};
 
 use crate::error::SyncError;
-use crate::far::{Opened, ReplicaEnd, Taken, list, open_member, say_status};
+use crate::far::{Opened, ReplicaEnd, Taken, list, list_received, open_member, say_status};
 use crate::group_demote::demotion_since;
 use crate::messages::{
     COMMIT_GROUP, COMMITTED, Committed, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
@@ -189,7 +189,7 @@ impl ReplicaEnd<'_> {
             }
             replica.mergeable()?;
             group.counts();
-            list(replica, known);
+            list_received(replica, known, open);
             match self.take_delta(replica, open, plan)? {
                 Taken::Prepared(covers) => {
                     *covered = covers;

@@ -47,6 +47,7 @@ impl LastWord<'_> {
             began: None,
             line: self.demoted.line.clone(),
             now: None,
+            place: String::new(),
         };
         let request = Open {
             source: Storage::of(path),

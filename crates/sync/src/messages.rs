@@ -143,12 +143,21 @@ pub(crate) struct Origin {
     /// The time at its host, in seconds since 1970. `None` from earlier versions.
     #[serde(default)]
     pub now: Option<u64>,
+    /// Where it is, `HOST:PATH`, for people. Empty from earlier versions.
+    #[serde(default)]
+    pub place: String,
 }
 
 impl Origin {
     pub(crate) fn of(about: &About) -> Origin {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|now| now.as_secs());
-        Origin { uuid: about.uuid, term: about.term, began: about.began, line: about.line.clone(), now }
+        Origin {
+            uuid: about.uuid,
+            term: about.term,
+            began: about.began,
+            line: about.line.clone(),
+            now: SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|now| now.as_secs()),
+            place: format!("{}:{}", link::host_name(), about.path.display()),
+        }
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use delta::Method;
 use link::{Link, Receiver, Sender};
 use source::Handle;
 
@@ -102,6 +103,7 @@ pub(crate) fn bring(
         return Ok(summary);
     }
     begun();
+    let is_first = status.replica.epoch.is_none();
     let bookmark = bookmark(name, &status, &options.way);
     let prepared = match handle.live() {
         None => at_view(handle, choice, status, options)?,
@@ -112,6 +114,10 @@ pub(crate) fn bring(
     summary.disk_size = plan.header.size_after;
     summary.bytes_cut = cut_off(&status, summary.disk_size);
     (summary.method, summary.trust) = first.unwrap_or((plan.header.method, plan.trust.clone()));
+    // The rest of a first copy is found by what the source was at its beginning, and is a first copy all the same.
+    if is_first && summary.method == Method::Tracked {
+        (summary.method, summary.trust) = (Method::Copy, "seeded".into());
+    }
     if plan.header.fuzzy {
         summary.trust.push_str(", without a cut: the disk was written to during the last pass");
     }

@@ -53,7 +53,7 @@ fn a_served_image_that_was_renamed_is_known_as_such() {
     let renamed = scene.site.path("renamed.raw");
     scene.change(2);
     rename(&scene.image, &renamed).expect("a rename");
-    let status = scene.site.dsync(["status"]).ok().text();
+    let status = scene.site.dsync(["status", "-v"]).ok().text();
     assert!(status.contains("was moved or deleted") && status.contains("2 blocks written since"), "{status}");
     scene.site.sync(&renamed, &scene.replica, &[]).ok();
     image::assert_equal(&renamed, &scene.replica);
@@ -176,7 +176,7 @@ fn a_replica_on_a_read_only_mount_is_proven_and_not_changed() {
     of_state(&["sync"]).args([&other, &kept]).ok();
     Run::new("mount").args(["-o", "remount,ro"]).arg(&place).ok();
     let other = other.to_str().expect("a name");
-    of_state(&["status"]).ok();
+    of_state(&["status", "-v"]).ok();
     for command in [&["status", "-v", other][..], &["status", "--check", other], &["status", "--prometheus"]]
     {
         of_state(command).ok();
@@ -218,11 +218,11 @@ fn two_disks_that_had_one_name_are_told_apart() {
         ids.push(status["uuid"].as_str().expect("an id").to_owned());
     }
     assert_ne!(ids[0], ids[1]);
-    let status = site.dsync(["status"]).ok().text();
+    let status = site.dsync(["status", "-v"]).ok().text();
     assert!(ids.iter().all(|id| status.contains(id.as_str())), "{status}");
     // The one that is gone can be named by it.
     site.dsync(["forget", &ids[0]]).ok();
-    let status = site.dsync(["status"]).ok().text();
+    let status = site.dsync(["status", "-v"]).ok().text();
     let lists = |id: &str| status.contains(&format!("id {id}\n"));
     assert!(!lists(&ids[0]) && lists(&ids[1]), "{status}");
 }
@@ -380,13 +380,13 @@ fn a_merge_that_is_refused_makes_no_replica() {
     let far = Site::new();
     let merge = |delta: &[u8]| far.dsync(["merge"]).arg(far.path("vm.raw")).input(delta);
     merge(&delta).code(4).says(&["does not exist yet"]);
-    let listed = far.dsync(["status"]).ok().text();
+    let listed = far.dsync(["status", "-v"]).ok().text();
     assert!(!listed.contains("vm.raw"), "{listed}");
     let whole = scene.site.dsync(["extract", "vm", "--since", "0"]).ok().stdout;
     merge(&whole).ok();
     let checked = check(&far).ok().text();
     assert_eq!(checked, "OK\n");
-    let listed = far.dsync(["status"]).ok().text();
+    let listed = far.dsync(["status", "-v"]).ok().text();
     assert!(listed.contains("vm.raw"), "{listed}");
 }
 

@@ -10,7 +10,7 @@ use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::{self, Loop};
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Output, Random, Run, image, need_root, rounds, say, skipped};
+use dsync_tests::{Output, Random, Run, Scene, image, need_root, rounds, say, skipped};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = image::BLOCK;
@@ -68,9 +68,9 @@ fn a_planned_switch_there_and_back() {
     equal(&near, &far);
     near.run(&["serve", "--socket", "s"]).code(4).says(&["dsync promote"]);
     near.sync(&far, &[]).code(4).says(&["was demoted on", "dsync promote"]);
-    let status = far.run(&["status"]).ok().text();
+    let status = far.run(&["status", "-v"]).ok().text();
     assert!(status.contains("released") && status.contains("can be promoted"), "{status}");
-    tells(&near.run(&["status"]).ok(), &["demoted on", "far:", "was told that it can take over"]);
+    tells(&near.run(&["status", "-v"]).ok(), &["demoted on", "far:", "was told that it can take over"]);
     // Told once more, it says the same.
     near.towards(&far, &["demote"]).ok();
     assert_eq!(summary(far.run(&["promote", "-n", "--json"]))["dry_run"], true);
@@ -176,7 +176,7 @@ fn a_promotion_that_is_taken_back_leaves_a_replica() {
             assert_eq!(summary(near.sync(&far, &[]))["method"], "tracked");
         }
         equal(&near, &far);
-        let status = far.run(&["status"]).ok().text();
+        let status = far.run(&["status", "-v"]).ok().text();
         assert!(status.contains("consistent") && !status.contains("former"), "{status}");
         far.site.serve(&[&PathBuf::from(format!("{}@now", far.disk.display()))], &[]).stop();
         near.write([3], &mut random);
@@ -277,7 +277,7 @@ fn a_failback_moves_what_either_side_wrote() {
     let demoted = summary(near.run(&["demote", "--json", "--save", shown]));
     assert_eq!(number(&demoted, "bytes_unsure"), ours.len() as u64 * BLOCK);
     tells(&near.site.dsync(["inspect", shown]).ok(), &["complete"]);
-    let status = near.run(&["status"]).ok().text();
+    let status = near.run(&["status", "-v"]).ok().text();
     assert!(status.contains("demoted on") && status.contains("will be overwritten"), "{status}");
     let told = near.run(&["status", "--check"]).code(1).text();
     assert!(told.contains("has diverged") && told.contains("--read-only"), "{told}");
@@ -357,10 +357,10 @@ fn a_way_back_that_was_refused_is_reported() {
     assert_eq!(check().ok().text(), "OK\n");
     far.sync(&near, &[]).code(4).says(&["have diverged"]);
     tells(&check().code(1), &["is not brought up to date", "have diverged", "dsync forget"]);
-    tells(&far.run(&["status"]).ok(), &["first sync has not begun", "have diverged"]);
+    tells(&far.run(&["status", "-v"]).ok(), &["first sync has not begun", "have diverged"]);
     // To look at what differs changes nothing of that.
     far.towards(&near, &["verify"]);
-    tells(&far.run(&["status"]).ok(), &["first sync has not begun", "have diverged"]);
+    tells(&far.run(&["status", "-v"]).ok(), &["first sync has not begun", "have diverged"]);
     // A mistyped name is none of the source's.
     let other = Host::with_disk(4 * MIB, &mut random);
     far.sync(&other, &[]).code(4);
@@ -747,7 +747,7 @@ fn a_delta_that_is_merged_into_a_former_source_leaves_what_it_does_not_have() {
     for words in [&["status"][..], &["recover"]] {
         tells(&near.run(words).ok(), &["4.00 KiB", "was not in what was merged", "dsync sync"]);
     }
-    let status = near.site.dsync(["status"]).ok().text();
+    let status = near.site.dsync(["status", "-v"]).ok().text();
     assert!(status.contains("not in what was merged"), "{status}");
     near.run(&["promote", "--force"]).code(4).says(&["not in what was merged"]);
     assert_eq!(number(&summary(far.sync(&near, &[])), "blocks_changed"), 1);
@@ -1048,7 +1048,7 @@ fn a_disk_that_was_restored_is_not_promoted_over_the_source_that_it_is() {
     for options in [&["promote", "-n", "--force"][..], &["promote", "--force"]] {
         host.run(options).code(4).says(&["is a source itself", "dsync forget --replica"]);
     }
-    assert!(host.run(&["status"]).ok().text().contains("nightly"));
+    assert!(host.run(&["status", "-v"]).ok().text().contains("nightly"));
     host.run(&["forget", "--replica"]).ok();
     host.site.sync(&host.disk, &replica, &["--adopt"]).ok();
 }
@@ -1062,12 +1062,12 @@ fn a_disk_is_the_source_with_one_state_directory() {
     let state = elsewhere.to_str().expect("UTF-8");
     far.run(&["promote", "--force", "--state-dir", state]).ok();
     assert_eq!(far.site.dsync(["status", "--check"]).ok().text(), "OK\n");
-    let status = far.site.dsync(["status"]).ok().text();
+    let status = far.site.dsync(["status", "-v"]).ok().text();
     assert!(
         status.contains(&format!("is the source itself now, with the state directory {state}")),
         "{status}"
     );
-    far.run(&["status"]).ok();
+    far.run(&["status", "-v"]).ok();
     let there = format!("pass --state-dir {state}");
     for options in
         [&["promote", "-n"][..], &["promote"], &["promote", "--force"], &["serve", "--socket", "s"]]
@@ -1549,7 +1549,7 @@ fn a_mistyped_replica_of_a_demotion_leaves_no_trace() {
     let wrong = far.site.path("wrong.raw");
     let mistyped = || near.run(&["demote"]).arg(&wrong);
     mistyped().code(4).says(&["that could take over"]);
-    let told = near.site.dsync(["status"]).ok().text();
+    let told = near.site.dsync(["status", "-v"]).ok().text();
     assert!(!told.contains("wrong.raw"), "{told}");
     // Nor of a sync.
     near.site
@@ -1558,7 +1558,7 @@ fn a_mistyped_replica_of_a_demotion_leaves_no_trace() {
         .arg(&wrong)
         .code(4)
         .says(&["no replica at"]);
-    let told = near.site.dsync(["status"]).ok().text();
+    let told = near.site.dsync(["status", "-v"]).ok().text();
     assert!(!told.contains("wrong.raw"), "{told}");
     near.towards(&far, &["demote"]).ok();
 }
@@ -1870,4 +1870,29 @@ fn keeping_a_rehearsal_survives_its_death() {
         equal(&near, &far);
     }
     println!("{} were promoted, {} were as before", ends[0], ends[1]);
+}
+
+/// On the worst day nobody types from memory what a job has: the source, the replica, and how that is reached.
+#[test]
+fn a_job_names_what_is_demoted_promoted_and_verified() {
+    let scene = Scene::synced("a job that is named", 8 * MIB);
+    let site = &scene.site;
+    let folder = site.path("conf");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let (source, replica) = (scene.image.display(), scene.replica.display());
+    let text = format!("command = sync\nsource = {source}\ndestination = {replica}\nkeep-last = 3\n");
+    std::fs::write(folder.join("copy.conf"), text).expect("a job");
+    let told = site.dsync(["verify", "--job", "copy"]).ok().text();
+    assert!(told.contains(&format!("{replica} at epoch 1: no differences")), "{told}");
+    assert!(site.dsync(["rewind", "--job=copy"]).ok().text().contains(&scene.replica.display().to_string()));
+    site.dsync(["demote", "--job", "nothing"]).code(2).says(&["no job \"nothing\"", "copy"]);
+    let names = site.dsync(["names", "jobs"]).ok().text();
+    assert_eq!(names, "copy\n");
+    let names = site.dsync(["names", "sources"]).ok().text();
+    assert!(names.lines().any(|name| name == "vm") && names.contains(&source.to_string()), "{names}");
+    let Scene { mut server, site, replica, .. } = scene;
+    server.take().expect("a server").stop();
+    site.dsync(["demote", "--job", "copy"]).ok();
+    let told = site.dsync(["promote", "--job", "copy"]).ok().text();
+    assert!(told.contains(&replica.display().to_string()) && told.contains("term 2"), "{told}");
 }

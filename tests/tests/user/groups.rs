@@ -219,7 +219,7 @@ fn a_group_is_brought_to_one_moment() {
     assert_eq!((members[0]["blocks_changed"].as_u64(), group["epoch"].as_u64()), (Some(0), Some(2)));
     assert_eq!(members[1]["method"], "tracked");
     two.equal();
-    let shown = two.site.dsync(["status"]).ok();
+    let shown = two.site.dsync(["status", "-v"]).ok();
     shows(
         &shown,
         &["in group db, at its common epoch 2", "last common epoch 2", "at common epoch 2 of group db"],
@@ -958,17 +958,17 @@ fn a_mirror_of_what_is_not_served_is_refused() {
 fn a_cut_that_was_not_committed_is_not_counted() {
     let (mut two, there) = (Two::new("a cut that comes to nothing"), FarGroup::new());
     there.sync(&two, None).ok();
-    shows(&two.site.dsync(["status"]).ok(), &["at its common epoch 1", "last common epoch 1"]);
+    shows(&two.site.dsync(["status", "-v"]).ok(), &["at its common epoch 1", "last common epoch 1"]);
     two.change(0, 200);
     let epoch = || two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"].clone();
     let before = epoch();
     let output = there.sync(&two, Some(100_000)).output();
     assert_eq!(output.status.code(), Some(1), "{output}");
     assert_ne!(epoch(), before, "the cut has ended no epoch: {output}");
-    shows(&two.site.dsync(["status"]).ok(), &["past its common epoch 1", "last common epoch 1"]);
+    shows(&two.site.dsync(["status", "-v"]).ok(), &["past its common epoch 1", "last common epoch 1"]);
     let (_, group) = summaries(&there.sync(&two, None).ok());
     let told = format!("last common epoch {}", group["epoch"]);
-    shows(&two.site.dsync(["status"]).ok(), &[&told]);
+    shows(&two.site.dsync(["status", "-v"]).ok(), &[&told]);
 }
 
 /// What was sent of one member is exact until all are committed: what another program writes meanwhile is not in it, and may be in
@@ -1199,7 +1199,7 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     let goes_on = promoted.text().split("goes on from common epoch ").nth(1).expect("an epoch").to_owned();
     let epoch = goes_on.split(':').next().expect("a number");
     let past = format!("past its common epoch {epoch}");
-    shows(&far(&["status"]).ok(), &[&past, &format!("last common epoch {epoch}")]);
+    shows(&far(&["status", "-v"]).ok(), &[&past, &format!("last common epoch {epoch}")]);
     let alone = there.far.site.serve(&[&there.dir.join("data.raw")], &[]).stop();
     alone.says(&["data.raw is in the group db, and is served without it", "dsync serve --group db"]);
     // It is back: what it wrote is named, saved, and given up on both disks, by the command that both have named.

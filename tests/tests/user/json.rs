@@ -155,7 +155,7 @@ fn what_is_printed_is_what_the_page_says() {
     for line in run(&["status", "--check"]).code(1).json() {
         page.holds(if line["kind"] == "check" { "check" } else { "problem" }, &line);
     }
-    for line in run(&["status"]).ok().json() {
+    for line in run(&["status", "-v"]).ok().json() {
         match line["kind"].as_str() {
             Some("source") => page.source(&line),
             Some("replica") => page.holds("local replica", &line),

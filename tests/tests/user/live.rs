@@ -417,6 +417,23 @@ fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     assert!(!asked.contains("remove") && !asked.contains("no longer"), "{asked}");
 }
 
+/// What the passes of a first copy write is written by it, and what goes on with one that was interrupted is a first copy.
+#[test]
+fn a_first_copy_says_what_it_wrote() {
+    let what = "a first copy of a tracked disk";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, copy) = (&tracked.site, tracked.site.path("copy.raw"));
+    std::fs::write(tracked.place.join("file"), Random::new(what).bytes(8 << 20)).expect("a write");
+    Run::new("sync").arg("-f").arg(&tracked.place).ok();
+    for commit in ["journal", "in-place"] {
+        let summary = site.sync(tracked.device(), &copy, &["--commit", commit]).ok().summary();
+        let written = number(&summary, "bytes_written");
+        assert!(written >= 8 << 20 && written <= 2 * number(&summary, "bytes_read"), "{summary}");
+        std::fs::write(tracked.place.join("file"), Random::new(commit).bytes(8 << 20)).expect("a write");
+        Run::new("sync").arg("-f").arg(&tracked.place).ok();
+    }
+}
+
 #[test]
 fn two_first_syncs_at_once_agree_on_what_the_disk_is() {
     let what = "two first syncs of one tracked disk at once";

@@ -275,6 +275,32 @@ fn a_far_side_that_says_nothing_is_given_up() {
     assert!(number(&summary, "broken") >= 1, "{summary}");
 }
 
+/// What a mirror has reached last says nothing of now: status and monitors go by how long that is ago.
+#[test]
+fn a_far_side_that_hangs_is_behind_in_status() {
+    let (mut scene, far) = (Scene::new("a far side that hangs", 16 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let mut running = far.run("mirror", &scene, &["--rpo", "1s", "--timeout", "60s"], None).start();
+    running.wait_to_say(MIRRORING);
+    scene.change(10);
+    until("the batch is there", || image::first_difference(&scene.image, &far.replica()).is_none());
+    scene.site.dsync(["status", "--check"]).ok();
+    let far_side = far_side(&running).expect("a far side");
+    kill_process(far_side, Signal::STOP).expect("a process that stands still");
+    scene.change(10);
+    let check = || scene.site.dsync(["status", "--check"]).output().text();
+    until("a monitor sees it", || check().contains("behind, and its mirror is to keep it within 1.00 s"));
+    let shown = scene.site.dsync(["status"]).ok().text();
+    let row = shown.lines().find(|line| line.starts_with("! vm ")).expect("the replica first");
+    let words: Vec<&str> = row.split("  ").map(str::trim).filter(|word| !word.is_empty()).collect();
+    let behind = words[3].split(',').next().expect("a time");
+    let seconds = behind.strip_suffix(" s").and_then(|number| number.parse::<u64>().ok());
+    assert!(words[2] == "stale" && seconds.is_some_and(|seconds| seconds >= 3), "{shown}");
+    let _ = kill_process(far_side, Signal::CONT);
+    until("it goes on", || check() == "OK\n");
+    running.kill();
+}
+
 /// A remote shell whose line can fall silent without an end: two processes carry it, which outlive the shell.
 struct Partition<'a> {
     scene: &'a Scene,
@@ -756,7 +782,7 @@ fn what_can_not_be_mirrored_is_refused() {
     let mut scene = Scene::new("mirror refusals", 8 * MIB);
     let replica = scene.replica.clone();
     for (options, words) in [
-        (["--rpo", "soon"], ["invalid time"]),
+        (["--rpo", "soon"], ["use a form like"]),
         (["--alpha", "2"], ["from 0 to 1"]),
         (["--rate", "0"], ["above zero"]),
     ] {

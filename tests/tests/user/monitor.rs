@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Loop, Worn};
-use dsync_tests::tracked::Untrack;
-use dsync_tests::{Run, Scene, Site, got, need, need_root, promtool, sample, skipped};
+use dsync_tests::tracked::{Tracked, Untrack};
+use dsync_tests::{Random, Run, Scene, Site, got, need, need_root, promtool, sample, skipped};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -150,7 +150,7 @@ fn replicas_of_this_host_are_reported_and_forgotten() {
     let far = Far::new(RSH);
     far.sync(&scene, &[], None).ok();
     let (site, replica) = (&far.site, far.replica());
-    let status = || site.dsync(["status"]).ok().text();
+    let status = || site.dsync(["status", "-v"]).ok().text();
     assert!(status().contains(&format!("replica {}, at epoch 1", replica.display())), "{}", status());
     assert_eq!(problems(site, &[]), none());
     assert_eq!(problems(&scene.site, &[]), none());
@@ -237,9 +237,9 @@ fn a_first_copy_that_was_cut_off_is_reported() {
     let told = |options: &[&str]| scene.site.dsync(["status"]).args(options).output().text();
     assert!(told(&["--check"]).contains("the first copy of"), "{}", told(&["--check"]));
     assert!(
-        told(&[]).contains(": the first copy is not complete: the last attempt failed on"),
+        told(&["-v"]).contains(": the first copy is not complete: the last attempt failed on"),
         "{}",
-        told(&[])
+        told(&["-v"])
     );
     far.sync(&scene, &[], None).ok();
     assert_eq!(problems(&far.site, &[]), none());
@@ -253,12 +253,13 @@ fn a_first_copy_that_is_killed_is_reported_until_it_is_given_up() {
     let copy = far.sync(&scene, &["--bwlimit", "1M"], None).start();
     let until = Instant::now() + Duration::from_secs(120);
     let told = || scene.site.dsync(["status", "--check"]).output().text();
-    while !told().contains("is under way") {
+    while !scene.site.dsync(["status", "vm"]).ok().text().contains("is under way") {
         assert!(Instant::now() < until, "{}", told());
         std::thread::sleep(Duration::from_millis(50));
     }
-    // One that goes on is no reason to give it up.
-    assert!(!told().contains("dsync forget"), "{}", told());
+    // One that goes on is as it is to be.
+    assert_eq!(problems(&scene.site, &[]), none());
+    assert!(scene.site.dsync(["status"]).ok().text().contains("  first sync"), "it is shown");
     copy.killed();
     assert!(told().contains("was interrupted") && told().contains("dsync forget"), "{}", told());
     assert_eq!(problems(&scene.site, &[]), ["incomplete"]);
@@ -266,6 +267,84 @@ fn a_first_copy_that_is_killed_is_reported_until_it_is_given_up() {
     assert!(forgotten.contains("its first copy was never completed"), "{forgotten}");
     assert_eq!(problems(&scene.site, &[]), none());
     scene.site.dsync(["forget", "vm", &name]).code(1);
+}
+
+/// A disk that nobody serves or tracks is compared by each sync: nobody has asked for more.
+#[test]
+fn an_image_that_was_never_served_is_no_problem() {
+    let (site, mut random) = (Site::new(), Random::new("never served"));
+    let (image, replicas) = (site.image("dump.raw", 4 * MIB), ["a.raw", "b.raw"].map(|name| site.path(name)));
+    for at in [0, MIB, 2 * MIB] {
+        image::scribble(&image, at, BLOCK, &mut random);
+        assert_eq!(problems(&site, &[]), if at == 0 { vec!["nothing-known".to_owned()] } else { none() });
+        replicas.iter().for_each(|replica| drop(site.sync(&image, replica, &[]).ok()));
+        assert_eq!(problems(&site, &[]), none());
+    }
+    // Where it was served once, it is to be.
+    site.serve(&[&image], &[]).stop();
+    image::scribble(&image, 3 * MIB, BLOCK, &mut random);
+    assert_eq!(problems(&site, &[]), ["tracking-lost"]);
+}
+
+#[test]
+fn a_first_copy_that_goes_on_is_one() {
+    let (site, far) = (Site::new(), Far::new(RSH));
+    let image = site.image("vm.raw", 32 * MIB);
+    std::fs::write(&image, Random::new("a first copy that goes on").bytes(32 << 20)).expect("a content");
+    let destination = format!("far:{}", far.replica().display());
+    let sync = || {
+        let run = site.dsync(["sync", "--json", "--rsh", RSH]).arg(&image).arg(&destination);
+        run.env("RSH_STATE", far.site.state())
+    };
+    sync().env("RSH_CUT", (8 * MIB).to_string()).code(1);
+    let went_on = sync().ok().summary();
+    let found = [&went_on["method"], &went_on["trust"]].map(|field| field.as_str().expect("a word"));
+    assert!(found == ["copy", "seeded"] && went_on["resumed"] == true, "{went_on}");
+    assert!(dsync_tests::scene::number(&went_on, "bytes_sent") < 30 << 20, "{went_on}");
+}
+
+#[test]
+fn a_verification_that_fails_is_not_a_replica_out_of_date() {
+    let scene = Scene::synced("a mistyped verification", 4 * MIB);
+    let verify = |options: &[&str]| scene.site.dsync(["verify", "vm"]).arg(&scene.replica).args(options);
+    verify(&["--range", "1T:1M"]).code(4).says(&["beyond the end"]);
+    assert_eq!(problems(&scene.site, &[]), none());
+    scene.site.dsync(["verify", "--rsh", "false", "vm", "far:/vm.raw"]).code(1);
+    assert_eq!(problems(&scene.site, &[]), none());
+}
+
+#[test]
+fn a_mirror_of_a_job_that_was_killed_is_reported() {
+    let scene = Scene::synced("a mirror that was killed", 4 * MIB);
+    let (source, replica) = (scene.image.display().to_string(), scene.replica.display().to_string());
+    job(&scene.site, "copy", &[("command", "mirror"), ("source", &source), ("destination", &replica)]);
+    let start = || {
+        let mut mirror = scene.site.dsync(["run", "copy"]).start();
+        mirror.wait_to_say("mirroring to");
+        mirror
+    };
+    let mirror = start();
+    let until = Instant::now() + Duration::from_secs(30);
+    while !scene.site.dsync(["status"]).ok().text().contains("  mirror, ") {
+        assert!(Instant::now() < until, "{}", scene.site.dsync(["status"]).ok().text());
+    }
+    assert_eq!(problems(&scene.site, &[]), none());
+    mirror.killed();
+    // Nothing is to be moved, and nothing would be.
+    assert_eq!(problems(&scene.site, &[]), ["not-mirrored"]);
+    let mut mirror = start();
+    assert_eq!(problems(&scene.site, &[]), none());
+    mirror.kill();
+}
+
+#[test]
+fn a_state_directory_that_is_not_there_knows_nothing_of_tracked_disks() {
+    let Some(tracked) = Tracked::new("a tracked disk of the host", 16 * MIB) else { return };
+    // Its record is sound from the first sync on.
+    tracked.site.sync(tracked.device(), &tracked.site.path("copy.raw"), &[]).ok();
+    let elsewhere = tracked.site.path("nowhere").display().to_string();
+    let told = tracked.site.dsync(["status", "--check", "--state-dir", &elsewhere]).code(3).text();
+    assert!(told.contains("nothing is watched") && told.contains("does not exist"), "{told}");
 }
 
 /// Writes a job of a site.
@@ -728,6 +807,102 @@ fn a_mirror_keeps_its_replica_from_being_out_of_date() {
     assert_eq!(stale(&scene.site), ["stale"]);
 }
 
+/// The rows of the last whole page of a watch, or of a table, without the marks of problems.
+fn rows(text: &str) -> Vec<Vec<String>> {
+    let table = &text[text.rfind("NAME").unwrap_or_else(|| panic!("a table: {text}"))..];
+    let words = |line: &str| {
+        let cells = line.trim_start_matches(['!', ' ']).split("  ").map(str::trim);
+        cells.filter(|cell| !cell.is_empty()).map(str::to_owned).collect()
+    };
+    table.lines().skip(1).take_while(|line| !line.is_empty()).map(words).collect()
+}
+
+#[test]
+fn a_status_is_a_table_with_problems_first() {
+    let mut scene = Scene::synced("a table", 16 * MIB);
+    let second = scene.site.image("other.raw", 8 * MIB);
+    let copy = scene.site.path("copy.raw");
+    scene.site.sync(&second, &copy, &[]).ok();
+    scene.change(10);
+    let shown = scene.site.dsync(["status"]).ok().text();
+    assert!(shown.starts_with("NAME "), "nothing is wrong: {shown}");
+    for head in ["ROLE", "STATE", "BEHIND", "SIZE", "WHERE"] {
+        assert!(shown.lines().next().is_some_and(|line| line.contains(head)), "{head}: {shown}");
+    }
+    let of = |place: &Path| {
+        let found = rows(&shown).into_iter().find(|row| row.last().unwrap() == place.to_str().unwrap());
+        found.unwrap_or_else(|| panic!("{}: {shown}", place.display()))
+    };
+    assert_eq!(of(&scene.image)[..5], ["vm", "source", "served", "-", "16.0 MiB"]);
+    let replica = of(&scene.replica);
+    assert_eq!(replica[..3], ["vm", "replica", "synced"]);
+    assert!(replica[3].ends_with(" s, 40.0 KiB"), "{shown}");
+    assert_eq!(of(&copy)[..4], ["other", "replica", "up to date", "-"]);
+    assert!(!shown.contains("blocks of") && shown.lines().count() == 5, "{shown}");
+    // Of one disk, and with -v, all is told.
+    scene.site.dsync(["status", "-v"]).ok().text().find("blocks of").expect("prose");
+    scene.site.dsync(["status", "vm"]).ok().text().find("blocks of").expect("prose");
+    // A problem is told first, and its row is the first.
+    scribble(&scene, &copy);
+    let shown = scene.site.dsync(["status"]).ok().text();
+    assert!(shown.starts_with("! replica is changed: "), "{shown}");
+    let first = rows(&shown).remove(0);
+    assert!(shown.contains("\n! other ") && first[2] == "changed", "{shown}");
+}
+
+#[test]
+fn a_replica_shows_where_its_source_is() {
+    let (far, scene) = (Far::new(RSH), Scene::new("where a source is", 8 * MIB));
+    far.sync(&scene, &[], None).ok();
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let shown = far.site.dsync(["status"]).ok().text();
+    let replica = rows(&shown).remove(0);
+    assert_eq!(replica[1..3], ["replica", "consistent"], "{shown}");
+    // On this host the two share its name, which is left out then.
+    assert_eq!(replica[5], format!("{} from {}", far.replica().display(), scene.image.display()), "{shown}");
+    let detail = far.site.dsync(["status"]).arg(far.replica()).ok().text();
+    assert!(detail.contains(&format!("its source is {}", scene.image.display())), "{detail}");
+    let noted = far.replica().with_file_name(".vm.raw.dsync/origin");
+    let noted = std::fs::read_to_string(noted).expect("the origin");
+    assert!(noted.contains(&format!("{host}:{}", scene.image.display())), "{noted}");
+}
+
+/// The screens of a program on a terminal of this size, as `script` records them.
+fn on_terminal(site: &Site, (rows, columns): (u32, u32), words: &str) -> String {
+    let shell = format!(
+        "stty rows {rows} cols {columns}; exec timeout -s INT 3 {} {words}",
+        dsync_tests::site::binary().display()
+    );
+    let run = site.run("script".as_ref()).args(["-qec", &shell, "/dev/null"]);
+    run.output().text()
+}
+
+#[test]
+fn a_watch_fits_its_terminal_and_never_scrolls() {
+    let what = "a watch on a terminal";
+    if !need(&["script", "stty", "timeout"], what) {
+        return;
+    }
+    let scene = Scene::synced(what, 4 * MIB);
+    for at in 0..12 {
+        let copy = scene.site.path(&format!("a-folder-with-a-long-name/copy-{at}.raw"));
+        std::fs::create_dir_all(copy.parent().unwrap()).expect("a folder");
+        scene.site.sync(&scene.image, &copy, &[]).ok();
+    }
+    let shown = on_terminal(&scene.site, (10, 60), "status --watch=1");
+    let screens: Vec<&str> = shown.split("\x1b[H").skip(1).collect();
+    assert!(screens.len() >= 2, "{shown:?}");
+    for screen in &screens[..screens.len() - 1] {
+        let lines: Vec<&str> = screen.split('\n').map(|line| line.trim_end_matches('\r')).collect();
+        // The cursor is in the last row.
+        assert_eq!(lines.len(), 10, "{screen:?}");
+        let width = |line: &&str| line.replace("\x1b[K", "").replace("\x1b[J", "").chars().count();
+        assert!(lines.iter().map(width).all(|width| width <= 60), "{screen:?}");
+        assert!(lines[8].contains("more lines") && lines[2].starts_with("NAME "), "{screen:?}");
+    }
+    assert!(!shown.contains("\x1b[3J"), "what was on the terminal before is not lost");
+}
+
 #[test]
 fn a_watch_shows_problems_first_and_what_is_at_work() {
     let mut scene = Scene::synced("a watch", 16 * MIB);
@@ -735,43 +910,21 @@ fn a_watch_shows_problems_first_and_what_is_at_work() {
     std::thread::sleep(Duration::from_millis(2100));
     let mut slow = scene.sync(&["--bwlimit", "256K"]).start();
     let mut watch = scene.site.dsync(["status", "--watch=1", "--max-age", "1s"]).start();
-    let names = format!("{} to {}", scene.image.display(), scene.replica.display());
-    watch.wait_to_say(&format!("sync {names}: "));
-    watch.wait_to_say("KiB/s, for ");
+    watch.wait_to_say("! replica is out of date: ");
+    watch.wait_to_say("! vm    replica  stale");
     let said = watch.stdout_so_far();
-    // The page that shows it.
-    let at = said.find("\nat work:\n").expect("it is at work");
-    let said = &said[said[..at].rfind("! replica").expect("problems first")..];
-    let place = |words: &str| said.find(words).unwrap_or_else(|| panic!("no '{words}' in {said}"));
-    assert!(place("! replica is out of date: ") < place("\nreplicas of sources here:\n"), "{said}");
-    assert!(place("\nat work:\n") < place("\nreplicas on this host:\n"), "{said}");
-    assert!(said.contains(&format!("{names} at epoch 1: ")) && said.contains(" behind, "), "{said}");
+    assert!(said.find("! replica is").unwrap() < said.find("NAME").unwrap(), "{said}");
     assert!(!said.contains('\x1b'), "it is not a terminal");
+    let mut calm = scene.site.dsync(["status", "--watch=1"]).start();
+    calm.wait_to_say("  sync ");
+    calm.wait_to_say("KiB/s  ");
     // What is killed is not at work.
     slow.kill();
-    let length = watch.stdout_so_far().len();
-    let until = Instant::now() + Duration::from_secs(20);
-    loop {
-        // Two pages later: the first one may have been begun before.
-        let said = watch.stdout_so_far()[length..].to_owned();
-        let pages: Vec<&str> = said.split("! replica is out of date").collect();
-        if pages.len() > 3 {
-            assert!(!pages[2].contains("at work:"), "{said}");
-            break;
-        }
-        assert!(Instant::now() < until, "{said}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    let before = watch.stdout_so_far().matches("no problems\n").count();
+    calm.wait_to_say("  synced  ");
+    calm.kill();
     scene.sync(&[]).ok();
-    let until = Instant::now() + Duration::from_secs(20);
-    while watch.stdout_so_far().matches("no problems\n").count() == before {
-        assert!(Instant::now() < until, "{}", watch.stdout_so_far());
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    let last = watch.stdout_so_far();
-    let last = &last[last.rfind("no problems\n").expect("a page")..];
-    assert!(last.contains(": up to date") && !last.contains("at work:"), "{last}");
+    watch.wait_to_say("no problems\n");
+    watch.wait_to_say("  up to date  ");
     watch.signal(rustix::process::Signal::INT);
     let ended = watch.output(Duration::from_secs(10));
     assert!(ended.status.code() == Some(130) && ended.stderr.is_empty(), "{ended}");

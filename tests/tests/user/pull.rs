@@ -172,13 +172,13 @@ fn the_source_remembers_a_replica_that_is_pulled_by_its_own_name() {
     assert_eq!(told, [(pushed.clone(), 10), (name.clone(), 10)]);
     pulling.sync(&[]).ok();
     assert_eq!(names(&pulling.status()), [(pushed.clone(), 10), (name.clone(), 0)]);
-    let text = pulling.scene.site.dsync(["status"]).ok().text();
+    let text = pulling.scene.site.dsync(["status", "-v"]).ok().text();
     assert!(text.contains(&name), "{text}");
     // No destination can have that name.
     let refused = pulling.scene.site.dsync(["sync"]).arg(&pulling.scene.image).arg(&name).code(2);
     refused.says(&["from its own host", "dsync sync HOST:SRC DST"]);
     // The other side lists the replica.
-    let there = pulling.near.dsync(["status"]).ok().text();
+    let there = pulling.near.dsync(["status", "-v"]).ok().text();
     assert!(there.contains(pulling.replica().to_str().expect("a name")), "{there}");
 
     // A replica that is missing is not made again without a word.

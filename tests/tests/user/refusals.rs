@@ -797,3 +797,65 @@ fn what_is_no_replica_is_not_half_promoted() {
         assert!(!refused.status.success() && !refused.stderr.contains("is not complete"), "{refused}");
     }
 }
+
+/// What is wrong with a value is said once, in words of ours.
+#[test]
+fn a_value_that_cannot_be_read_is_named_once() {
+    let site = Site::new();
+    for words in [
+        &["sync", "--compress=x", "a", "b"][..],
+        &["sync", "--compress=99", "a", "b"],
+        &["sync", "--timeout=0", "a", "b"],
+        &["sync", "--timeout=x", "a", "b"],
+        &["sync", "--keep=x", "a", "b"],
+        &["sync", "--keep-last=x", "a", "b"],
+        &["sync", "--keep-bytes=x", "a", "b"],
+        &["sync", "--connections=x", "a", "b"],
+        &["sync", "--freeze-limit=x", "a", "b"],
+        &["sync", "--freeze-limit=301", "a", "b"],
+        &["sync", "--bwlimit=0", "a", "b"],
+        &["sync", "--bwlimit=08:00=1M", "a", "b"],
+        &["mirror", "--rpo=x", "a", "b"],
+        &["mirror", "--rpo=99999999999999999999", "a", "b"],
+        &["status", "--watch=0"],
+        &["status", "--watch=x"],
+        &["status", "--check", "--max-age=x"],
+        &["status", ""],
+        &["forget", ""],
+        &["checkpoint", ""],
+        &["verify", "--range=x", "a", "b"],
+        &["serve", "--tcp=x", "a"],
+        &["serve", "--metrics=x", "--socket=s", "a"],
+        &["receive", "--listen=x"],
+        &["key", "trust", "x", "dsync-ed25519", "--expires=x"],
+        &["demo", "--size=x"],
+    ] {
+        let output = site.dsync(words).code(2);
+        let said = output.stderr.lines().next().unwrap_or_default();
+        assert!(said.matches("invalid").count() <= 1, "{words:?}: {said}");
+        for foreign in
+            ["digit found", "is not in", "parse", "absolute", "float literal", "cannot be turned off; "]
+        {
+            assert!(!said.contains(foreign), "{words:?}: {said}");
+        }
+        assert!(
+            said.contains("use ") || said.contains("give ") || said.contains("value is required"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn words_of_other_tools_lead_to_ours() {
+    let site = Site::new();
+    for (word, way) in [
+        ("backup", "dsync sync SRC DST"),
+        ("check", "dsync verify SRC DST"),
+        ("restore", "dsync sync --adopt REPLICA DISK"),
+        ("init", "nothing is to be set up"),
+        ("list", "dsync status"),
+    ] {
+        site.dsync([word, "/srv/vm.raw"]).code(2).says(&[&format!("there is no command \"{word}\""), way]);
+    }
+    site.dsync(["frobnicate"]).code(2).says(&["unrecognized subcommand"]);
+}

@@ -151,6 +151,41 @@ fn beside(mut scene: Scene, commit: &[&str]) {
     assert!(found[..] == std::fs::read(&scene.image).expect("the source"), "the replica is not the source");
 }
 
+/// A replica on a file system that is mounted read-only, such as that of a disk that is not to be touched.
+#[test]
+fn a_replica_that_nobody_may_write_beside_is_rehearsed() {
+    let what = "a replica on a file system that is read-only";
+    let Some((mut scene, _mounted)) = Scene::with_small_replica("read-only", 4 << 20, "24m", what) else {
+        return;
+    };
+    scene.sync(&[]).ok();
+    let before = std::fs::read(&scene.image).expect("the image");
+    let folder = scene.replica.parent().expect("a folder").to_path_buf();
+    let remount =
+        |how: &str| drop(Run::new("mount").args(["-o", &format!("remount,{how}")]).arg(&folder).ok());
+    remount("ro");
+    let overlay = scene.site.path("overlay");
+    std::fs::create_dir(&overlay).expect("a folder");
+    let server = rehearse(&scene, "now", &["--writable", "--overlay", overlay.to_str().expect("a path")]);
+    let mut client = server.client("vm");
+    assert!(read(&mut client, &mut scene.random) == before, "another content");
+    client.write(0, &[7; 4096]).expect("a write");
+    assert!(client.read(0, 4096).expect("a read") == [7; 4096]);
+    drop(client);
+    // Read-only, nothing needs a folder of its user's.
+    let plain = rehearse(&scene, "now", &[]);
+    let mut client = plain.client("vm");
+    assert!(read(&mut client, &mut scene.random) == before, "another content");
+    // What is mounted for writing and written to is not shown as what it was.
+    remount("rw");
+    scene.change(20);
+    scene.sync(&[]).ok();
+    assert!(client.read(0, 4096).is_err(), "the moment is gone");
+    drop(client);
+    plain.kill();
+    server.stop();
+}
+
 #[test]
 fn a_moment_stays_as_it_is_beneath_everything() {
     beside(Scene::new("rehearsal of a file", SIZE), &[]);

@@ -689,7 +689,7 @@ fn a_broken_pipe_is_made_good_by_the_next_extract() {
 fn status_tells_of_sources_and_replicas() {
     let mut scene = Scene::synced("status", 16 * MIB);
     scene.change(25);
-    let text = scene.site.dsync(["status"]).ok().text();
+    let text = scene.site.dsync(["status", "-v"]).ok().text();
     assert!(text.contains("vm"), "{text}");
     let source = scene.site.dsync(["status"]).arg(&scene.image).ok().text();
     assert!(source.contains("vm.raw"), "{source}");
@@ -795,7 +795,7 @@ fn one_damaged_source_is_named_and_hides_no_other() {
     let folder = folder.expect("the other source's folder");
     for file in ["history", "source"] {
         std::fs::write(folder.join(file), b"no longer what it was").expect("damage");
-        let status = scene.site.dsync(["status"]).code(4);
+        let status = scene.site.dsync(["status", "-v"]).code(4);
         assert!(status.text().contains("vm.raw"), "{status}");
         status.says(&["is damaged", "--adopt", &folder.join(file).display().to_string()]);
         scene.sync(&[]).ok();
@@ -805,7 +805,7 @@ fn one_damaged_source_is_named_and_hides_no_other() {
     std::fs::rename(&folder, scene.site.path("aside")).expect("a folder that is moved away");
     scene.site.sync(&other, &copy, &[]).code(4);
     scene.site.sync(&other, &copy, &["--adopt"]).ok();
-    scene.site.dsync(["status"]).ok();
+    scene.site.dsync(["status", "-v"]).ok();
 }
 
 #[test]

@@ -205,7 +205,7 @@ fn a_replica_that_differs_is_not_promoted_without_a_word() {
     near.sync(&far, &[]).ok();
     let damage = |random: &mut Random| damage(&far, 0..8 * MIB, 3, random);
     let is_shown = || {
-        let shown = far.run(&["status"]).ok().text();
+        let shown = far.run(&["status", "-v"]).ok().text();
         let checked = far.site.dsync(["status", "--check"]).output().text();
         assert_eq!(
             shown.contains("when it was verified on"),
@@ -219,7 +219,7 @@ fn a_replica_that_differs_is_not_promoted_without_a_word() {
     assert!(is_shown());
     // A sound part tells nothing of the rest.
     near.towards(&far, &["verify", "--range", "0:4K"]).output();
-    assert!(near.run(&["status"]).ok().text().contains("when verified on"));
+    assert!(near.run(&["status", "-v"]).ok().text().contains("when verified on"));
     near.sync(&far, &[]).ok();
     assert!(is_shown());
     near.towards(&far, &["verify", "--repair"]).ok();
@@ -303,7 +303,7 @@ fn what_was_mended_is_known_again_after_a_rewind_to_before_that() {
     near.towards(&far, &["verify"]).code(5);
     near.write([9], &mut random);
     let mended = number(&near.sync(&far, &["--method", "compare"]).ok().summary(), "epoch");
-    let is_known = || far.run(&["status"]).ok().text().contains("when it was verified on");
+    let is_known = || far.run(&["status", "-v"]).ok().text().contains("when it was verified on");
     assert!(!is_known());
     near.write([10], &mut random);
     near.sync(&far, &[]).ok();
@@ -325,8 +325,8 @@ fn what_was_not_compared_is_not_cleared() {
     near.towards(&far, &["verify"]).code(5);
     near.write([7], &mut random);
     let is_known = || {
-        let there = far.run(&["status"]).ok().text().contains("when it was verified on");
-        let here = near.run(&["status"]).ok().text().contains("when verified on");
+        let there = far.run(&["status", "-v"]).ok().text().contains("when it was verified on");
+        let here = near.run(&["status", "-v"]).ok().text().contains("when verified on");
         assert_eq!(there, here);
         there
     };

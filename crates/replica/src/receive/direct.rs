@@ -394,6 +394,11 @@ impl Direct {
         Ok(())
     }
 
+    /// Bytes written to the destination so far.
+    pub(super) fn written(&self) -> u64 {
+        self.applier.written
+    }
+
     /// Commits the delta, once its trailer was taken. Returns the bytes written and read.
     pub(super) fn finish(self, replica: &mut Replica, toward: &Toward) -> Result<(u64, u64)> {
         let Direct { disk, mut applier, copies, passing, touched, footprint, .. } = self;

@@ -199,6 +199,11 @@ impl ToJournal {
         Ok(())
     }
 
+    /// Bytes of the journal that are this delta's.
+    pub(super) fn written(&self) -> u64 {
+        self.file.len() - self.before.bytes
+    }
+
     /// Makes all durable that a merge needs. Returns what is to be merged, and the bytes written and read for it.
     fn complete(
         self,
@@ -207,7 +212,7 @@ impl ToJournal {
         toward: &Toward,
         close: impl FnOnce(Growing, &dyn Folder) -> io::Result<()>,
     ) -> Result<(Option<Contents>, (u64, u64))> {
-        let bytes = self.file.len() - self.before.bytes;
+        let bytes = self.written();
         let contents = self.contents(decoder, true);
         let copied = self.rolling.as_ref().map_or(0, |r| r.copies.read);
         replica.untouched()?;

@@ -376,7 +376,8 @@ impl DeltaReceiver<'_> {
             Sink::Closed => return Err(replica.given_up()),
         };
         replica.refresh()?;
-        Ok(Committed { epoch: self.toward.epoch, bytes_written: written, bytes_read: read })
+        let bytes_written = replica.take_passed() + written;
+        Ok(Committed { epoch: self.toward.epoch, bytes_written, bytes_read: read })
     }
 
     /// Prepares the delta for the commit of the group, once its trailer was taken: durable when this returns, and not merged.
@@ -428,12 +429,23 @@ impl DeltaReceiver<'_> {
     /// # Errors
     /// If it cannot be recorded.
     pub fn keep_pass(mut self) -> Result<()> {
+        let written = self.written();
         self.put_away()?;
+        self.replica.count_pass(written);
         self.replica.refresh()?;
         let (source, epoch, size) = (self.toward.source, self.toward.epoch, self.toward.size);
         let first = self.replica.status().positions.first();
         let whole = first.is_some_and(|p| p.epoch == Some(epoch) && p.upto >= size);
         self.replica.follow(source, whole)
+    }
+
+    /// Bytes that were written of it so far.
+    fn written(&self) -> u64 {
+        match &self.sink {
+            Sink::Journal(journal) => journal.written(),
+            Sink::Direct(direct) => direct.written(),
+            Sink::Closed => 0,
+        }
     }
 
     fn put_away(&mut self) -> Result<()> {

@@ -153,7 +153,8 @@ impl FollowedSource {
         self.stood = Duration::ZERO;
         let link = connect(&self.handle, mirror)?;
         let (traffic, way) = (link.traffic(), &mirror.options.sync.way);
-        let account = Account::begin(&self.handle, (mirror.destination, mirror.name), way, "mirror");
+        let account = Account::begin(&self.handle, (mirror.destination, mirror.name), way, "mirror")
+            .within(mirror.options.batching.rpo);
         let ended = self.converse_over(link, mirror, summary, &account);
         summary.bytes_sent += traffic.sent();
         account.mirrored(&ended, traffic.sent());
