@@ -795,12 +795,8 @@ pub(crate) struct Serve {
     /// Raw images or block devices; REPLICA@now or REPLICA@EPOCH for a replica at one moment
     #[arg(required_unless_present = "group", value_name = "IMAGE")]
     pub images: Vec<PathBuf>,
-    /// The Unix socket to listen on
-    #[arg(long, value_name = "PATH")]
-    pub socket: Option<PathBuf>,
-    /// A loopback address and port to listen on, such as 127.0.0.1:10809
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_tcp)]
-    pub tcp: Option<std::net::SocketAddr>,
+    #[command(flatten)]
+    pub places: PlaceArgs,
     /// Refuse writes, and record nothing
     #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit"])]
     pub read_only: bool,
@@ -832,6 +828,23 @@ pub(crate) struct Serve {
     pub run: RunArgs,
     #[command(flatten)]
     pub open: SourceArgs,
+}
+
+/// Where NBD clients connect.
+#[derive(Debug, Args)]
+pub(crate) struct PlaceArgs {
+    /// The Unix socket to listen on
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// Mode of the socket's file, in octal: 660 also lets its group connect, 666 every user
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, requires = "socket", default_value = "600")]
+    pub socket_mode: u32,
+    /// A loopback address and port to listen on, such as 127.0.0.1:10809; needs --allow-local-users
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_tcp)]
+    pub tcp: Option<std::net::SocketAddr>,
+    /// Let every user of this host read and write the disks over TCP, where nobody is asked who they are
+    #[arg(long)]
+    pub allow_local_users: bool,
 }
 
 /// What an image is taken for.
@@ -1347,6 +1360,11 @@ pub(crate) enum KeyAction {
 }
 
 /// An address and a port.
+fn parse_mode(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777);
+    mode.ok_or_else(|| format!("invalid mode \"{text}\": use octal digits, like 660"))
+}
+
 fn parse_tcp(text: &str) -> Result<std::net::SocketAddr, String> {
     let wrong =
         || format!("invalid address \"{text}\": use a form with a port, like 127.0.0.1:10809 or [::1]:10809");

@@ -53,7 +53,7 @@ pub(crate) fn serve(address: Option<&Address>, state: &StateDir, output: &Output
             (place, None)
         }
         Address::Unix(path) => {
-            let (listener, file) = unix_socket::listen(path)?;
+            let (listener, file) = unix_socket::listen(path, unix_socket::OWN)?;
             accept(move || Ok(listener.accept()?.0), page)?;
             (format!("unix:{}", path.display()), Some(file))
         }
