@@ -324,8 +324,8 @@ pub(crate) enum Command {
     /// Show this site's key, and manage the keys it trusts
     #[command(after_help = "Examples:\n  \
         dsync key                                          show this site's key; create it the first time\n  \
-        dsync key trust backup dsync-ed25519 AAAA…         trust the host backup by this key only\n  \
-        dsync key trust alpha dsync-ed25519 AAAA… --expires 90d\n  \
+        dsync key trust backup dsync-ed25519 AAAA… --for push    trust the host backup by this key only\n  \
+        dsync key trust alpha dsync-ed25519 AAAA… --for serve --expires 90d\n  \
         dsync key list\n  \
         dsync key forget alpha\n\n\
         On the side that runs sync, NAME is the host as written in tls://HOST/PATH, or HOST:PORT.\n\
@@ -1343,9 +1343,13 @@ pub(crate) enum KeyAction {
     Trust {
         /// Host as used in tls://HOST or HOST:PORT; any name for a peer that connects to this site
         name: String,
-        /// The line printed by "dsync key" there
-        #[arg(required = true, num_args = 1..=3)]
+        /// The line printed by "dsync key" there; for a key that is pinned already, it may be omitted
+        #[arg(num_args = 0..=3)]
         key: Vec<String>,
+        /// What it is trusted for: push (this site sends to it), pull (this site fetches from it), serve (it may connect to "receive" and
+        /// "send" here); several are separated by commas
+        #[arg(long = "for", value_name = "ROLES")]
+        roles: link::Roles,
         /// When the trust lapses: 90d, 12h, or a date such as 2027-03-01
         #[arg(long, value_name = "WHEN", value_parser = parse_expiry)]
         expires: Option<u64>,

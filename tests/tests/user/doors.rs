@@ -5,7 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use dsync_tests::{Run, Site, need_root, until};
+use dsync_tests::listener::{HOST, Listening, Offering, key, trust};
+use dsync_tests::{Run, Scene, Site, need_root, until};
 use rustix::process::{Gid, Uid};
 
 const MIB: u64 = 1 << 20;
@@ -68,4 +69,30 @@ fn sockets_let_in_their_owner_whatever_the_umask() {
         server.signal(rustix::process::Signal::TERM);
         until("the server ends", || server.ended().is_some());
     }
+}
+
+/// A host to which this one sends may not read from it, nor write to it.
+#[test]
+fn a_key_that_is_pinned_to_push_to_is_no_client() {
+    let (scene, far) = (Scene::new("roles", 4 * MIB), Listening::new(&[]));
+    trust(&scene.site, HOST, &far.site, &["--for", "push"]);
+    trust(&far.site, "near", &scene.site, &["--for", "serve"]);
+    far.sync(&scene, &[]).ok();
+    // The other way round.
+    let offering = Offering::start(&scene.site, &[&scene.image], &[]);
+    let into = scene.site.path("into");
+    std::fs::create_dir(&into).expect("a folder");
+    trust(&far.site, HOST, &scene.site, &["--for", "push,pull"]);
+    let pull = || {
+        let source = offering.source(scene.image.to_str().expect("a name"));
+        far.site.dsync(["sync"]).arg(source).arg(far.site.path("pulled.raw"))
+    };
+    pull().code(4).says(&["does not accept this host's key", "--for serve"]);
+    offering.says(&["the key of 127.0.0.1", "not for serve", "key trust 127.0.0.1 --for push,serve"]);
+    // Its user says so, and need not paste the key again.
+    scene.site.dsync(["key", "trust", HOST, "--for", "push,serve"]).ok();
+    pull().ok();
+    let list = scene.site.dsync(["key", "list"]).ok().text();
+    assert!(list.contains("for push,serve"), "{list}");
+    scene.site.dsync(["key", "trust", "x", &key(&far.site)]).code(2).says(&["--for"]);
 }
