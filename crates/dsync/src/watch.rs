@@ -27,9 +27,7 @@ pub(crate) fn run(args: &args::Status, every: Duration, state: &StateDir) -> Res
         let page = page(&found, args, now())?;
         let clear = if terminal { CLEAR } else { "" };
         let mut out = stdout().lock();
-        writeln!(out, "{clear}{}", link::printable_lines(&page))
-            .and_then(|()| out.flush())
-            .context("cannot print the status")?;
+        writeln!(out, "{clear}{page}").and_then(|()| out.flush()).context("cannot print the status")?;
         drop(out);
         std::thread::sleep(every);
     }
@@ -46,7 +44,7 @@ fn page(found: &Found, args: &args::Status, now: u64) -> Result<String> {
     let _ = writeln!(page, "{}, {}", host.nodename().to_string_lossy(), device::moment(now));
     let problems = problems(found, args)?;
     for problem in &problems {
-        let _ = writeln!(page, "! {}", problem.message);
+        let _ = writeln!(page, "! {}", link::printable(&problem.message));
     }
     if problems.is_empty() {
         page.push_str("no problems\n");
@@ -75,7 +73,7 @@ fn section(heading: &str, lines: impl Iterator<Item = String>, page: &mut String
         if at == 0 {
             let _ = writeln!(page, "\n{heading}:");
         }
-        let _ = writeln!(page, "  {line}");
+        let _ = writeln!(page, "  {}", link::printable(&line));
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use device::Dir;
 use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair};
-use rustix::fs::FlockOperation;
+use rustix::fs::{FlockOperation, OFlags};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Key, Result, Roles};
@@ -174,13 +174,19 @@ impl Keys {
     fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let path = self.folder.join(name);
         let failed = |error: io::Error| refused(&path, error.to_string());
-        let file = match File::open(&path) {
-            Ok(file) => file,
+        // Its owner, if it is another user than this process, must not direct this elsewhere.
+        let opened = Dir::existing(&self.folder)
+            .and_then(|folder| Ok((folder.file(name, OFlags::RDONLY, 0)?, folder.held().metadata()?.uid())));
+        let (file, folder_owner) = match opened {
+            Ok(opened) => opened,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failed(error)),
         };
-        let mode = file.metadata().map_err(failed)?.mode();
-        if mode & 0o077 != 0 {
+        let found = file.metadata().map_err(failed)?;
+        if ![0, folder_owner, rustix::process::geteuid().as_raw()].contains(&found.uid()) {
+            return Err(refused(&path, "it belongs to another user, who knows it: remove it"));
+        }
+        if found.mode() & 0o077 != 0 {
             let way_out = format!(
                 "other users may read or change it: check that it was not misused, then run: chmod 600 {}",
                 path.display()
