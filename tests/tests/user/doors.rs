@@ -223,3 +223,37 @@ fn pins_of_another_user_are_not_believed() {
     std::fs::set_permissions(pins, PermissionsExt::from_mode(0o777)).expect("root may");
     refused();
 }
+
+/// The folder of a replica belongs to a user who puts things of other kinds under the names of readers' logs.
+#[test]
+fn what_is_no_log_of_a_reader_stops_no_sync() {
+    if !need_root("the folder of a replica that belongs to another user") {
+        return;
+    }
+    let mut scene = Scene::synced("no logs", 4 * MIB);
+    let name = scene.replica.file_name().expect("a name").to_string_lossy();
+    let state = scene.replica.with_file_name(format!(".{name}.dsync"));
+    for place in state
+        .read_dir()
+        .expect("the state")
+        .map(|entry| entry.expect("an entry").path())
+        .chain([state.clone()])
+    {
+        chown(place, Some(NOBODY), Some(NOBODY)).expect("root may");
+    }
+    open_to_all([scene.site.dir(), &state]);
+    as_nobody(|| {
+        std::fs::create_dir(state.join("view-x")).expect("a folder");
+        std::fs::write(state.join("view-x/file"), "precious").expect("a file");
+        std::os::unix::fs::symlink("/etc/hostname", state.join("view-y")).expect("a link");
+        std::fs::write(state.join("view-z"), [0xff; 5000]).expect("a file");
+    });
+    for _ in 0..2 {
+        scene.change(5);
+        scene.sync(&[]).ok();
+        scene.equal();
+    }
+    assert!(state.join("view-x/file").exists(), "a folder is not dsync's");
+    // A promotion tells all readers.
+    scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
+}
