@@ -210,7 +210,16 @@ impl Sites {
         let offering = listening(&mut send, "listening on ")?;
         let far = Dsync::new(binary, folder.join("far-state"));
         let key = run(&mut near.command("key"), LIMIT)?.stdout;
-        run(far.command("key").args(["trust", HOST, key.lines().next().context("a key")?]), LIMIT)?;
+        run(
+            far.command("key").args([
+                "trust",
+                HOST,
+                key.lines().next().context("a key")?,
+                "--for",
+                "push,pull,serve",
+            ]),
+            LIMIT,
+        )?;
         Ok(Sites {
             folder: folder.into(),
             near,

@@ -514,7 +514,7 @@ fn listen(dsync: &Dsync, far: &Dsync, place: &Path, report: &mut Report) -> Opti
             [(dsync, format!("127.0.0.1:{port}"), &there), (far, "bench".to_string(), &near)]
         {
             let mut command = site.command("key");
-            command.args(["trust", &name, key]);
+            command.args(["trust", &name, key, "--for", "push,pull,serve"]);
             process::run(&mut command, Duration::from_secs(10))?;
         }
         let mut command = far.command("receive");

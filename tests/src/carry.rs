@@ -61,8 +61,8 @@ fn time(seconds: &str) -> Done<Duration> {
 
 fn keys(folder: &Path, host: &str) -> Done<()> {
     let (near, far) = (Keys::new(folder.join("near")), Keys::new(folder.join("far")));
-    near.trust(host, far.own()?, None)?;
-    Ok(far.trust("near", near.own()?, None)?)
+    near.trust(host, far.own()?, None, link::Roles::ALL)?;
+    Ok(far.trust("near", near.own()?, None, link::Roles::ALL)?)
 }
 
 fn sink_tcp(address: SocketAddr) -> Done<()> {

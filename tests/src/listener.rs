@@ -153,7 +153,8 @@ pub fn key(site: &Site) -> String {
     site.dsync(["key"]).ok().text().lines().next().expect("a key").to_owned()
 }
 
-/// Pins `whose` key at `site`.
+/// Pins `whose` key at `site`, for everything unless the options say what for.
 pub fn trust(site: &Site, name: &str, whose: &Site, options: &[&str]) {
-    site.dsync(["key", "trust", name, &key(whose)]).args(options).ok();
+    let roles = if options.contains(&"--for") { &[][..] } else { &["--for", "push,pull,serve"] };
+    site.dsync(["key", "trust", name, &key(whose)]).args(options).args(roles).ok();
 }

@@ -74,6 +74,11 @@ impl Site {
         self.path("state")
     }
 
+    /// Where its trackers are pinned.
+    pub fn pins(&self) -> &Path {
+        &self.pins
+    }
+
     /// A sparse image.
     pub fn image(&self, name: &str, size: u64) -> PathBuf {
         let path = self.path(name);

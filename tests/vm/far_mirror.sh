@@ -34,8 +34,8 @@ arrived() {
 far_link "$RATE"
 mkdir -p /tmp/near /tmp/far/replicas
 truncate -s 512M /tmp/near/vm.raw
-at near key trust 10.9.0.2 $(at far key | head -n 1 | cut -d' ' -f1,2)
-at far key trust near $(at near key | head -n 1 | cut -d' ' -f1,2)
+at near key trust 10.9.0.2 $(at far key | head -n 1 | cut -d' ' -f1,2) --for push,serve
+at far key trust near $(at near key | head -n 1 | cut -d' ' -f1,2) --for push,serve
 begin far receive --listen 10.9.0.2 --into /tmp/far/replicas >/tmp/far/log 2>&1 &
 receiving=$!
 begin near serve /tmp/near/vm.raw --socket /tmp/near/sock >/tmp/near/log 2>&1 &

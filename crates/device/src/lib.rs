@@ -34,6 +34,7 @@ mod folder;
 mod folder_lock;
 mod human;
 mod identity;
+mod local_socket;
 mod lock;
 mod medium;
 mod moment;
@@ -60,6 +61,7 @@ pub use folder::{Dir, Folder, Mapping, StateFile, give, open_within, replace, re
 pub use folder_lock::FolderLock;
 pub use human::{exact_size, human_size};
 pub use identity::{DiskKind, Identity, identity};
+pub use local_socket::listen_at;
 pub use lock::{Access, ImageLock, lock_image};
 pub use medium::{Gauge, Medium, agree, disk_id, hash_of};
 pub use moment::{moment, moments};

@@ -435,9 +435,9 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  \
         dsync key\n      \
         show this site's key; create it the first time\n  \
-        dsync key trust backup dsync-ed25519 AAAA…\n      \
+        dsync key trust backup dsync-ed25519 AAAA… --for push\n      \
         trust the host backup by this key only\n  \
-        dsync key trust alpha dsync-ed25519 AAAA… --expires 90d\n  \
+        dsync key trust alpha dsync-ed25519 AAAA… --for serve --expires 90d\n  \
         dsync key list\n  \
         dsync key forget alpha\n\n\
         On the side that runs sync, NAME is the host as written in tls://HOST/PATH, or HOST:PORT. On the \
@@ -944,12 +944,8 @@ pub(crate) struct Serve {
     /// Raw images or block devices; REPLICA@now or REPLICA@EPOCH for a replica at one moment
     #[arg(required_unless_present = "group", value_name = "IMAGE")]
     pub images: Vec<PathBuf>,
-    /// The Unix socket to listen on
-    #[arg(long, value_name = "PATH")]
-    pub socket: Option<PathBuf>,
-    /// A loopback address and port to listen on, such as 127.0.0.1:10809
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_tcp)]
-    pub tcp: Option<std::net::SocketAddr>,
+    #[command(flatten)]
+    pub places: PlaceArgs,
     /// Refuse writes, and record nothing
     #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit"])]
     pub read_only: bool,
@@ -981,6 +977,23 @@ pub(crate) struct Serve {
     /// Bypass the page cache (O_DIRECT)
     #[arg(help_heading = ADVANCED, long)]
     pub direct: bool,
+}
+
+/// Where NBD clients connect.
+#[derive(Debug, Args)]
+pub(crate) struct PlaceArgs {
+    /// The Unix socket to listen on
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// Mode of the socket's file, in octal: 660 also lets its group connect, 666 every user
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, requires = "socket", default_value = "600")]
+    pub socket_mode: u32,
+    /// A loopback address and port to listen on, such as 127.0.0.1:10809; needs --allow-local-users
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_tcp)]
+    pub tcp: Option<std::net::SocketAddr>,
+    /// Let every user of this host read and write the disks over TCP, where nobody is asked who they are
+    #[arg(long)]
+    pub allow_local_users: bool,
 }
 
 /// What an image is taken for.
@@ -1486,9 +1499,13 @@ pub(crate) enum KeyAction {
     Trust {
         /// Host as used in tls://HOST or HOST:PORT; any name for a peer that connects to this site
         name: String,
-        /// The line printed by "dsync key" there
-        #[arg(required = true, num_args = 1..=3)]
+        /// The line printed by "dsync key" there; for a key that is pinned already, it may be omitted
+        #[arg(num_args = 0..=3)]
         key: Vec<String>,
+        /// What it is trusted for: push (this site sends to it), pull (this site fetches from it), serve (it may connect to "receive" and
+        /// "send" here); several are separated by commas
+        #[arg(long = "for", value_name = "ROLES")]
+        roles: link::Roles,
         /// When the trust lapses: 90d, 12h, or a date such as 2027-03-01
         #[arg(long, value_name = "WHEN", value_parser = parse_expiry)]
         expires: Option<u64>,
@@ -1500,6 +1517,12 @@ pub(crate) enum KeyAction {
         /// Name of the key
         name: String,
     },
+}
+
+/// A mode in octal.
+fn parse_mode(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777);
+    mode.ok_or_else(|| format!("invalid mode \"{text}\": use octal digits, like 660"))
 }
 
 /// An address and a port.

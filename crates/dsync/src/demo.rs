@@ -212,7 +212,8 @@ pub(crate) fn run(args: &args::Demo, output: &Output) -> Result<()> {
     output.say(&format!("Then a little was changed in {CHANGED} of them."));
     let delta = sync(&dsync, &state, &image, &replica, "sync of the changes")?;
     equal(&image, &replica)?;
-    output.say("The replica is equal to the disk, byte for byte.\n");
+    output.say("The replica is equal to the disk, byte for byte.");
+    output.say("");
     let copy = full_copy(&image, &at("copy.raw"))?;
     drop(server);
 
@@ -231,8 +232,9 @@ pub(crate) fn run(args: &args::Demo, output: &Output) -> Result<()> {
             units::seconds(row.seconds)
         ));
     }
+    output.say("");
     output.say(&format!(
-        "\nThe sync moved {} of {}: {:.0} times less than the full copy, in {:.0} times less time.",
+        "The sync moved {} of {}: {:.0} times less than the full copy, in {:.0} times less time.",
         units::size(delta.bytes_sent),
         units::size(args.size),
         copy.bytes_sent as f64 / delta.bytes_sent.max(1) as f64,

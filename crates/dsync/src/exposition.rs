@@ -171,7 +171,8 @@ impl Exposition {
 
 /// The value of a label.
 fn escaped(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+    let lines: Vec<_> = value.split('\n').map(link::printable).collect();
+    lines.join("\n").replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]
@@ -238,7 +239,7 @@ mod tests {
     fn samples_of_a_metric_are_together_and_values_of_labels_escaped() {
         let mut out = Exposition::default();
         out.add(Metric::ReplicaEpoch, &[("replica", "a")], 3);
-        out.add(Metric::SourceEpoch, &[("source", "/srv/\"a\\b\nc\"")], 7);
+        out.add(Metric::SourceEpoch, &[("source", "/srv/\"a\\b\nc\u{1b}\"")], 7);
         out.add(Metric::ReplicaEpoch, &[("replica", "b")], 4);
         out.add(Metric::Errors, &[], 0);
         let text = out.text();
@@ -246,7 +247,7 @@ mod tests {
         assert_eq!(
             lines,
             [
-                r#"dsync_source_epoch{source="/srv/\"a\\b\nc\""} 7"#,
+                r#"dsync_source_epoch{source="/srv/\"a\\b\nc\\u{1b}\""} 7"#,
                 r#"dsync_replica_epoch{replica="a"} 3"#,
                 r#"dsync_replica_epoch{replica="b"} 4"#,
                 "dsync_status_errors 0",

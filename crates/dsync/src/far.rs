@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
-use link::{ConnectOptions, Link};
+use link::{ConnectOptions, Link, Roles};
 use source::StateDir;
 
 use crate::args::FarArgs;
@@ -23,7 +23,7 @@ pub(crate) enum Reach {
 pub(crate) fn call(host: &str, reach: Reach, verb: &str, far: &FarArgs, state: &StateDir) -> Result<Link> {
     let port = match reach {
         Reach::Ssh(port) => port,
-        Reach::Tls(port) => return call_tls(host, port, far, state),
+        Reach::Tls(port) => return call_tls(host, port, verb, far, state),
     };
     let mut rsh = words("--rsh", &far.rsh())?;
     rsh.extend(port.into_iter().flat_map(|port| ["-p".to_owned(), port.to_string()]));
@@ -37,9 +37,10 @@ pub(crate) fn call(host: &str, reach: Reach, verb: &str, far: &FarArgs, state: &
     Ok(link)
 }
 
-fn call_tls(host: &str, port: u16, far: &FarArgs, state: &StateDir) -> Result<Link> {
+fn call_tls(host: &str, port: u16, verb: &str, far: &FarArgs, state: &StateDir) -> Result<Link> {
     let connections = far.connections.map(usize::from);
-    let options = ConnectOptions { connections, timeout: far.timeout(), ..ConnectOptions::default() };
+    let role = if verb == "send" { Roles::PULL } else { Roles::PUSH };
+    let options = ConnectOptions { connections, timeout: far.timeout(), role, ..ConnectOptions::default() };
     Ok(Link::tls(&crate::key::keys(state), host, port, &options)?)
 }
 

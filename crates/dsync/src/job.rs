@@ -134,6 +134,35 @@ fn is_plain(name: &str) -> bool {
     name.chars().all(plain) && name.starts_with(|c: char| c.is_ascii_alphanumeric())
 }
 
+/// Reads a job's file, which may run commands as this user: only root and this user may be able to change it.
+///
+/// # Errors
+/// `InvalidData` if others are.
+fn own(folder: &Path, path: &Path) -> std::io::Result<Vec<u8>> {
+    use std::io::Read;
+    use std::os::unix::fs::MetadataExt;
+    let check = |place: &Path, found: &std::fs::Metadata| {
+        let why = if ![0, rustix::process::geteuid().as_raw()].contains(&found.uid()) {
+            "it belongs to another user: run \"chown root\""
+        } else if found.mode() & 0o022 != 0 {
+            "others than its owner may write to it: run \"chmod go-w\""
+        } else {
+            return Ok(());
+        };
+        let why = format!(
+            "jobs run commands, and {} is not safe, as {why} for it once its content is as it should be",
+            place.display()
+        );
+        Err(std::io::Error::new(std::io::ErrorKind::InvalidData, why))
+    };
+    let mut file = std::fs::File::open(path)?;
+    check(folder, &std::fs::metadata(folder)?)?;
+    check(path, &file.metadata()?)?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// The options before the job's name that every command has.
 fn globals(cli: &Cli) -> Vec<OsString> {
     let mut words = Vec::new();
@@ -170,7 +199,7 @@ impl Job {
             .into());
         }
         let path = folder.join(format!("{name}.conf"));
-        let text = match std::fs::read(&path) {
+        let text = match own(folder, &path) {
             Ok(bytes) => String::from_utf8(bytes)
                 .map_err(|_| Failure::usage(format!("{}: not text in UTF-8", path.display())))?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -181,6 +210,9 @@ impl Job {
                     path.display()
                 ))
                 .into());
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
+                return Err(Failure::refused(error.to_string()).into());
             }
             other => {
                 other.map(|_| String::new()).with_context(|| format!("cannot read {}", path.display()))?

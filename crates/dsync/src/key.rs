@@ -1,7 +1,7 @@
 //! `dsync key`: this site's key, and the keys it trusts.
 
 use anyhow::Result;
-use link::{Key, Keys};
+use link::{Key, Keys, Roles};
 use serde::Serialize;
 use source::StateDir;
 
@@ -18,6 +18,9 @@ struct Shown {
     /// Seconds since 1970.
     expires: Option<u64>,
     expired: bool,
+    /// Of a trusted key, what for.
+    #[serde(rename = "for")]
+    roles: Option<Roles>,
 }
 
 /// The trusted keys.
@@ -28,7 +31,14 @@ struct Pins {
 
 impl Shown {
     fn new(name: &str, key: Key) -> Shown {
-        Shown { name: name.to_owned(), key, fingerprint: key.fingerprint(), expires: None, expired: false }
+        Shown {
+            name: name.to_owned(),
+            key,
+            fingerprint: key.fingerprint(),
+            expires: None,
+            expired: false,
+            roles: None,
+        }
     }
 }
 
@@ -39,6 +49,20 @@ pub(crate) fn keys(state: &StateDir) -> Keys {
         Some(option) => keys.with_option(&option),
         None => keys,
     }
+}
+
+/// Tells of keys that an earlier version pinned, which may do everything.
+pub(crate) fn warn_of_roles(keys: &Keys, output: &Output) -> Result<()> {
+    let names: Vec<String> =
+        keys.pins()?.into_iter().filter(|pin| pin.roles.is_none()).map(|pin| pin.name).collect();
+    if !names.is_empty() {
+        output.warn(&format!(
+            "keys that an earlier version pinned may do everything, connect here too: {}. Say what each is for with \"dsync key trust NAME --for \
+             push,pull,serve\", or less of these",
+            names.join(", ")
+        ));
+    }
+    Ok(())
 }
 
 /// Runs the command.
@@ -55,21 +79,23 @@ pub(crate) fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<(
             }
             output.summary(&shown);
         }
-        Some(KeyAction::Trust { name, key, expires }) => {
-            let key: Key = key.join(" ").parse()?;
-            keys.trust(name, key, *expires)?;
+        Some(KeyAction::Trust { name, key, expires, roles }) => {
+            let pinned = keys.pins()?.into_iter().find(|pin| pin.name == *name && key.is_empty());
+            let expires = &expires.or_else(|| pinned.as_ref()?.expires);
+            let key: Key = pinned.map_or_else(|| key.join(" ").parse(), |pin| Ok(pin.key))?;
+            keys.trust(name, key, *expires, *roles)?;
             let until = expires.map_or(String::new(), |at| format!(" until {}", units::date(at)));
-            output.say(&format!("{name} is trusted with the key {}{until}", key.fingerprint()));
+            output.say(&format!("{name} is trusted with the key {}{until}, for {roles}", key.fingerprint()));
             let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
             if expires.is_some_and(|at| at <= now) {
                 output.warn("this time has passed: the key is refused");
             }
-            output.summary(&Shown { expires: *expires, ..Shown::new(name, key) });
+            output.summary(&Shown { expires: *expires, roles: Some(*roles), ..Shown::new(name, key) });
         }
         Some(KeyAction::List) => {
             let pins = keys.pins()?;
             if pins.is_empty() {
-                output.say("no trusted keys: pin one with \"dsync key trust NAME KEY\", where KEY is printed by \"dsync key\" on that host");
+                output.say("no trusted keys: pin one with \"dsync key trust NAME KEY --for ROLES\", where KEY is printed by \"dsync key\" on that host");
             }
             for pin in &pins {
                 let until = match pin.expires {
@@ -77,11 +103,18 @@ pub(crate) fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<(
                     Some(at) if pin.has_expired() => format!("  EXPIRED {}", units::date(at)),
                     Some(at) => format!("  until {}", units::date(at)),
                 };
-                output.say(&format!("{}  {}{until}", pin.name, pin.key.fingerprint()));
+                let roles =
+                    pin.roles.map_or("everything, as an earlier version pinned it".into(), |r| r.to_string());
+                output.say(&format!("{}  {}  for {roles}{until}", pin.name, pin.key.fingerprint()));
             }
             let shown = |pin: &link::Pin| {
                 let expired = pin.has_expired();
-                Shown { expires: pin.expires, expired, ..Shown::new(&pin.name, pin.key) }
+                Shown {
+                    expires: pin.expires,
+                    expired,
+                    roles: Some(pin.roles()),
+                    ..Shown::new(&pin.name, pin.key)
+                }
             };
             output.summary(&Pins { pins: pins.iter().map(shown).collect() });
         }

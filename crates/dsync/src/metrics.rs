@@ -1,14 +1,14 @@
 //! `--metrics`: what runs long answers Prometheus over HTTP, with the text of `dsync status --prometheus`.
 //!
 //! As much of HTTP/1.1 as a scrape needs: one request a connection, without a body. A client has [`PATIENCE`] for its request and
-//! as long to take the answer, however slowly it sends; there are [`PLACES`] clients at once, and the text is made once a second at
-//! most, so nobody can keep the service from its work.
+//! as long to take the answer, however slowly it sends; there are [`PLACES`] clients at once, of which the oldest gives way to another one, and
+//! the text is made once a second at most, so nobody can keep the service from its work or others from it.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -22,8 +22,8 @@ use crate::unix_socket::{self, SocketFile};
 
 /// How long a client may take for its request, and for the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Clients at once; others are turned away.
-const PLACES: usize = 8;
+/// Clients at once. A scrape takes milliseconds: who is cut off is silent.
+const PLACES: usize = 32;
 /// The longest request.
 const REQUEST_MAX: usize = 8 << 10;
 /// How long a text is given to other clients as well.
@@ -53,7 +53,7 @@ pub(crate) fn serve(address: Option<&Address>, state: &StateDir, output: &Output
             (place, None)
         }
         Address::Unix(path) => {
-            let (listener, file) = unix_socket::listen(path)?;
+            let (listener, file) = unix_socket::listen(path, unix_socket::OWN)?;
             accept(move || Ok(listener.accept()?.0), page)?;
             (format!("unix:{}", path.display()), Some(file))
         }
@@ -63,44 +63,76 @@ pub(crate) fn serve(address: Option<&Address>, state: &StateDir, output: &Output
 }
 
 /// A connection.
-trait Client: Read + Write + Send + 'static {
+trait Client: Read + Write + Send + Sized + 'static {
+    /// The same connection once more.
+    fn again(&self) -> io::Result<Self>;
+    /// Ends it, whoever waits on it.
+    fn cut(&self);
     /// Bounds the next read and the next write.
     fn bound(&self, time: Duration) -> io::Result<()>;
 }
 
 impl Client for TcpStream {
+    fn again(&self) -> io::Result<Self> {
+        self.try_clone()
+    }
+
+    fn cut(&self) {
+        let _ = self.shutdown(Shutdown::Both);
+    }
+
     fn bound(&self, time: Duration) -> io::Result<()> {
         self.set_read_timeout(Some(time)).and_then(|()| self.set_write_timeout(Some(time)))
     }
 }
 
 impl Client for UnixStream {
+    fn again(&self) -> io::Result<Self> {
+        self.try_clone()
+    }
+
+    fn cut(&self) {
+        let _ = self.shutdown(Shutdown::Both);
+    }
+
     fn bound(&self, time: Duration) -> io::Result<()> {
         self.set_read_timeout(Some(time)).and_then(|()| self.set_write_timeout(Some(time)))
     }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Answers clients in threads of their own, until the process ends.
 fn accept<C: Client>(next: impl Fn() -> io::Result<C> + Send + 'static, page: Page) -> Result<()> {
-    let (page, places) = (Arc::new(page), Arc::new(AtomicUsize::new(0)));
-    let run = move || loop {
-        let Ok(client) = next() else {
-            // Such as one descriptor too many.
-            std::thread::sleep(PAUSE);
-            continue;
-        };
-        if places.fetch_add(1, SeqCst) >= PLACES {
-            places.fetch_sub(1, SeqCst);
-            continue;
-        }
-        let (page, taken) = (Arc::clone(&page), Arc::clone(&places));
-        let serve = move || {
-            // Who is gone, or too slow, gets no answer.
-            let _ = answer(client, &page);
-            taken.fetch_sub(1, SeqCst);
-        };
-        if std::thread::Builder::new().name("metrics-client".into()).spawn(serve).is_err() {
-            places.fetch_sub(1, SeqCst);
+    let (page, clients) = (Arc::new(page), Arc::new(Mutex::new(VecDeque::new())));
+    let run = move || {
+        for number in 0_u64.. {
+            let Ok((client, ours)) = next().and_then(|client| Ok((client.again()?, client))) else {
+                // Such as one descriptor too many.
+                std::thread::sleep(PAUSE);
+                continue;
+            };
+            let (page, all) = (Arc::clone(&page), Arc::clone(&clients));
+            let leave = move || lock(&all).retain(|(other, _)| *other != number);
+            let serve = {
+                let leave = leave.clone();
+                move || {
+                    // Who is gone, or too slow, gets no answer.
+                    let _ = answer(client, &page);
+                    leave();
+                }
+            };
+            {
+                let mut clients = lock(&clients);
+                clients.push_back((number, ours));
+                let oldest = (clients.len() > PLACES).then(|| clients.pop_front()).flatten();
+                oldest.inspect(|(_, silent)| silent.cut());
+            }
+            if std::thread::Builder::new().name("metrics-client".into()).spawn(serve).is_err() {
+                leave();
+            }
         }
     };
     std::thread::Builder::new().name("metrics".into()).spawn(run).context("cannot start a thread")?;
@@ -118,7 +150,7 @@ struct Page {
 
 impl Page {
     fn text(&self) -> Text {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&self.last);
         if let Some((_, text)) = last.as_ref().filter(|(made, _)| made.elapsed() < FRESH) {
             return text.clone();
         }

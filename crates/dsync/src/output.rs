@@ -100,7 +100,7 @@ impl Output {
     /// A line of the result.
     pub(crate) fn say(&self, text: &str) {
         if !self.quiet && !self.json {
-            self.line(&link::printable_lines(text));
+            self.line(&link::printable(text));
         }
     }
 
@@ -109,7 +109,7 @@ impl Output {
         if self.json {
             self.line(&json!({"message_type": "status", "message": text}).to_string());
         } else if !self.quiet {
-            self.line(&link::printable_lines(text));
+            self.line(&link::printable(text));
         }
         self.printed(std::io::stdout().flush());
     }

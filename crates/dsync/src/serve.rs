@@ -243,22 +243,23 @@ struct Places {
 
 impl Places {
     /// A socket that the service manager has passed.
-    fn passed(socket: Inherited, args: &args::Serve) -> Result<Places, Failure> {
+    fn passed(socket: Inherited, args: &args::PlaceArgs) -> Result<Places> {
         if args.socket.is_some() || args.tcp.is_some() {
-            return Err(Failure::usage("a socket was passed in LISTEN_FDS: omit --socket and --tcp"));
+            return Err(Failure::usage("a socket was passed in LISTEN_FDS: omit --socket and --tcp").into());
         }
         match socket {
             Inherited::Unix(unix) => Ok(Places { unix: Some(unix), ..Places::default() }),
             Inherited::Tcp(tcp) => {
-                tcp.local_addr().ok().map(check_loopback).transpose()?;
+                check_tcp(tcp.local_addr()?, args)?;
                 Ok(Places { tcp: Some(tcp), ..Places::default() })
             }
         }
     }
 
     /// Listens where the arguments say.
-    fn listen(args: &args::Serve) -> Result<Places> {
-        let unix = args.socket.as_deref().map(unix_socket::listen).transpose()?;
+    fn listen(args: &args::PlaceArgs) -> Result<Places> {
+        let unix =
+            args.socket.as_deref().map(|path| unix_socket::listen(path, args.socket_mode)).transpose()?;
         let (unix, file) = unix.map_or((None, None), |(unix, file)| (Some(unix), Some(file)));
         let bind = |address| {
             std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))
@@ -289,10 +290,16 @@ impl Places {
     }
 }
 
-/// Refuses an address that other hosts can reach.
-fn check_loopback(address: std::net::SocketAddr) -> Result<(), Failure> {
+/// Refuses an address that other hosts can reach, and one that all users of this host can, unless they may.
+fn check_tcp(address: std::net::SocketAddr, args: &args::PlaceArgs) -> Result<(), Failure> {
     if address.ip().to_canonical().is_loopback() {
-        return Ok(());
+        if args.allow_local_users {
+            return Ok(());
+        }
+        return Err(Failure::usage(format!(
+            "every user of this host could read and write the disk at {address}, as NBD over TCP asks nobody who they are: use --socket \
+             PATH, which lets its owner in (--socket-mode for others), or pass --allow-local-users"
+        )));
     }
     Err(Failure::usage(format!(
         "{address} is reachable from other hosts, and NBD is not encrypted: use a loopback address (127.0.0.1:{}), and ssh to \
@@ -304,16 +311,17 @@ fn check_loopback(address: std::net::SocketAddr) -> Result<(), Failure> {
 /// Runs the server until a signal ends it.
 pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> {
     // Before anything starts a thread.
-    let passed = service::inherited()?.map(|socket| Places::passed(socket, args)).transpose()?;
+    let at = &args.places;
+    let passed = service::inherited()?.map(|socket| Places::passed(socket, at)).transpose()?;
     let is_passed = passed.is_some();
-    args.tcp.map(check_loopback).transpose()?;
-    if !is_passed && args.socket.is_none() && args.tcp.is_none() {
+    at.tcp.map(|address| check_tcp(address, at)).transpose()?;
+    if !is_passed && at.socket.is_none() && at.tcp.is_none() {
         let how = "nothing to listen on: pass --socket or --tcp, or start this from a socket unit";
         return Err(Failure::usage(how).into());
     }
     let manager = Manager::find(output);
     // First: a server that cannot listen leaves no source behind.
-    let places = passed.map_or_else(|| Places::listen(args), Ok)?;
+    let places = passed.map_or_else(|| Places::listen(at), Ok)?;
     let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
     let (all, tracked) = until_free(&args.run.wait, output, || open_all(args, state, output))?;
     service::outlive_terminal()?;

@@ -18,8 +18,11 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens on a path, where a server that was killed may have left its socket.
-pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile)> {
+/// The mode of a socket that is for its owner alone.
+pub(crate) const OWN: u32 = 0o600;
+
+/// Listens on a path, where a server that was killed may have left its socket, for those whom the mode of the file lets in.
+pub(crate) fn listen(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile)> {
     if UnixStream::connect(path).is_ok() {
         return Err(
             Failure::refused(format!("another server is already listening on {}", path.display())).into()
@@ -33,7 +36,7 @@ pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile)> {
         Ok(_) => bail!("cannot listen on {}: it exists and is not a socket", path.display()),
         Err(_) => {}
     }
-    let listener = UnixListener::bind(path).with_context(|| {
+    let listener = device::listen_at(path, mode).with_context(|| {
         match path.parent().is_none_or(|folder| folder.as_os_str().is_empty() || folder.is_dir()) {
             true => format!("cannot listen on {}", path.display()),
             false => format!("cannot listen on {}: create its folder first", path.display()),

@@ -1,6 +1,7 @@
 //! Errors of a link.
 
 use crate::key::Key;
+use crate::roles::Roles;
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -143,7 +144,7 @@ pub enum Error {
     NoPin(String),
     /// The peer showed a key that is not pinned here.
     #[error(
-        "{peer} shows a key that is not pinned here, {}: if \"dsync key\" shows the same there, run: {command} trust {name} {key}",
+        "{peer} shows a key that is not pinned here, {}: if \"dsync key\" shows the same there, run: {command} trust {name} {key} --for {roles}",
         key.fingerprint()
     )]
     Unknown {
@@ -155,11 +156,13 @@ pub enum Error {
         key: Key,
         /// The command for the keys that are pinned here.
         command: Box<str>,
+        /// What it would be trusted for.
+        roles: Roles,
     },
     /// The peer showed a key other than the one pinned under its name.
     #[error(
         "THE KEY OF {peer} HAS CHANGED. Someone may be intercepting the connection to {name}. Pinned here is {}, shown was {}. \
-         Nothing was sent. Only if \"dsync key\" on {name} itself shows the new one, run: {command} forget {name} && {command} trust {name} {shown}",
+         Nothing was sent. Only if \"dsync key\" on {name} itself shows the new one, run: {command} forget {name} && {command} trust {name} {shown} --for {roles}",
         pinned.fingerprint(),
         shown.fingerprint()
     )]
@@ -169,15 +172,17 @@ pub enum Error {
         /// The name under which another key is pinned.
         name: Box<str>,
         /// The key that is pinned.
-        pinned: Key,
+        pinned: Box<Key>,
         /// The key that was shown.
         shown: Key,
         /// The command for the keys that are pinned here.
         command: Box<str>,
+        /// What it would be trusted for.
+        roles: Roles,
     },
     /// The peer's key is pinned, and the pin has expired.
     #[error(
-        "the pin of {name}'s key, {}, has expired: to trust it again, run: {command} trust {name} {key}",
+        "the pin of {name}'s key, {}, has expired: to trust it again, run: {command} trust {name} {key} --for {roles}",
         key.fingerprint()
     )]
     Expired {
@@ -187,10 +192,12 @@ pub enum Error {
         key: Key,
         /// The command for the keys that are pinned here.
         command: Box<str>,
+        /// What it would be trusted for.
+        roles: Roles,
     },
     /// The key of a peer whose session is open was forgotten here.
     #[error(
-        "the key of {name}, {}, is no longer trusted here, so the session was ended: to trust it again, run: {command} trust {name} {key}",
+        "the key of {name}, {}, is no longer trusted here, so the session was ended: to trust it again, run: {command} trust {name} {key} --for {roles}",
         key.fingerprint()
     )]
     Forgotten {
@@ -200,6 +207,8 @@ pub enum Error {
         key: Key,
         /// The command for the keys that are pinned here.
         command: Box<str>,
+        /// What it would be trusted for.
+        roles: Roles,
     },
     /// The key is pinned, but this listener accepts only others.
     #[error("the key of {name}, {}, is not among those accepted here: add it with --from", key.fingerprint())]
@@ -209,9 +218,26 @@ pub enum Error {
         /// The key.
         key: Key,
     },
+    /// The key is pinned, but for something else.
+    #[error(
+        "the key of {name}, {}, is pinned here, but not for {needed}: if it is to be, run: {command} trust {name} --for {roles}",
+        key.fingerprint()
+    )]
+    NotFor {
+        /// The name under which it is pinned.
+        name: String,
+        /// The key.
+        key: Key,
+        /// The role that it lacks.
+        needed: Roles,
+        /// The command for the keys that are pinned here.
+        command: Box<str>,
+        /// All its roles with that one.
+        roles: Roles,
+    },
     /// The far side does not accept this side's key.
     #[error(
-        "{peer} does not accept this host's key: on that host, run: dsync key trust {name} {key} (with the --state-dir and as the user of its \
+        "{peer} does not accept this host's key: on that host, run: dsync key trust {name} {key} --for serve (with the --state-dir and as the user of its \
          receiver, if it has its own; its log names the command)"
     )]
     NotTrusted {
@@ -281,6 +307,7 @@ impl Error {
                 | Error::Expired { .. }
                 | Error::Forgotten { .. }
                 | Error::NotFrom { .. }
+                | Error::NotFor { .. }
                 | Error::NotTrusted { .. }
                 | Error::Pinned { .. }
         )

@@ -11,10 +11,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use device::Dir;
 use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair};
-use rustix::fs::FlockOperation;
+use rustix::fs::{FlockOperation, OFlags};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Key, Result};
+use crate::{Error, Key, Result, Roles};
 
 /// The largest file of pins.
 const MAX_FILE: u64 = 4 << 20;
@@ -28,9 +28,17 @@ pub struct Pin {
     pub key: Key,
     /// Until when, in seconds since 1970; `None` forever.
     pub expires: Option<u64>,
+    /// What for; `None` for everything, as in the pins of earlier versions.
+    #[serde(default, rename = "for", skip_serializing_if = "Option::is_none")]
+    pub roles: Option<Roles>,
 }
 
 impl Pin {
+    /// What it is trusted for.
+    pub fn roles(&self) -> Roles {
+        self.roles.unwrap_or(Roles::ALL)
+    }
+
     /// True after `expires`.
     pub fn has_expired(&self) -> bool {
         self.expires.is_some_and(|at| {
@@ -112,12 +120,12 @@ impl Keys {
         pins.map_err(|error| refused(&self.folder.join("pinned"), format!("it is damaged: {error}")))
     }
 
-    /// Trusts `key` under `name`, forever or until `expires` (seconds since 1970). If the name has that key already, only the
-    /// end changes.
+    /// Trusts `key` under `name` for `roles`, forever or until `expires` (seconds since 1970). If the name has that key already, only the
+    /// end and the roles change.
     ///
     /// # Errors
     /// [`Error::Pinned`] if the name has another key; [`Error::InvalidName`]; [`Error::Keys`].
-    pub fn trust(&self, name: &str, key: Key, expires: Option<u64>) -> Result<()> {
+    pub fn trust(&self, name: &str, key: Key, expires: Option<u64>, roles: Roles) -> Result<()> {
         let plain = |c: char| !c.is_whitespace() && !c.is_control() && c != '/' && c != '\'' && c != '"';
         if name.is_empty() || name.len() > 255 || name.starts_with('-') || !name.chars().all(plain) {
             return Err(Error::InvalidName(name.to_string()));
@@ -128,7 +136,7 @@ impl Keys {
             return Err(Error::Pinned { name: name.to_string(), pinned: other.key.fingerprint() });
         }
         pins.retain(|pin| pin.name != name);
-        pins.push(Pin { name: name.to_string(), key, expires });
+        pins.push(Pin { name: name.to_string(), key, expires, roles: Some(roles) });
         pins.sort_by(|a, b| a.name.cmp(&b.name));
         self.write_pins(&pins)
     }
@@ -166,13 +174,19 @@ impl Keys {
     fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let path = self.folder.join(name);
         let failed = |error: io::Error| refused(&path, error.to_string());
-        let file = match File::open(&path) {
-            Ok(file) => file,
+        // Its owner, if it is another user than this process, must not direct this elsewhere.
+        let opened = Dir::existing(&self.folder)
+            .and_then(|folder| Ok((folder.file(name, OFlags::RDONLY, 0)?, folder.held().metadata()?.uid())));
+        let (file, folder_owner) = match opened {
+            Ok(opened) => opened,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failed(error)),
         };
-        let mode = file.metadata().map_err(failed)?.mode();
-        if mode & 0o077 != 0 {
+        let found = file.metadata().map_err(failed)?;
+        if ![0, folder_owner, rustix::process::geteuid().as_raw()].contains(&found.uid()) {
+            return Err(refused(&path, "it belongs to another user, who knows it: remove it"));
+        }
+        if found.mode() & 0o077 != 0 {
             let way_out = format!(
                 "other users may read or change it: check that it was not misused, then run: chmod 600 {}",
                 path.display()
@@ -248,21 +262,24 @@ mod tests {
         let (_a, keys) = keys();
         let others: Vec<Key> = (0..2).map(|_| super::tests::keys().1.own().unwrap()).collect();
         assert_eq!(keys.pins().unwrap(), []);
-        keys.trust("backup", others[0], None).unwrap();
-        keys.trust("alpha:7", others[1], Some(5)).unwrap();
+        keys.trust("backup", others[0], None, Roles::ALL).unwrap();
+        keys.trust("alpha:7", others[1], Some(5), Roles::ALL).unwrap();
         let names = |keys: &Keys| keys.pins().unwrap().into_iter().map(|pin| pin.name).collect::<Vec<_>>();
         assert_eq!(names(&keys), ["alpha:7", "backup"]);
         let pins = keys.pins().unwrap();
         assert!(pins[0].has_expired() && !pins[1].has_expired());
-        let error = keys.trust("backup", others[1], None).unwrap_err();
+        let error = keys.trust("backup", others[1], None, Roles::ALL).unwrap_err();
         assert!(error.to_string().contains("dsync key forget backup"), "{error}");
-        keys.trust("alpha:7", others[1], None).unwrap();
+        keys.trust("alpha:7", others[1], None, Roles::ALL).unwrap();
         assert!(!keys.pins().unwrap()[0].has_expired(), "the same key again gets a new end");
         keys.forget("backup").unwrap();
         assert_eq!(keys.forget("backup"), Err(Error::NoPin("backup".into())));
         assert_eq!(names(&keys), ["alpha:7"]);
         for wrong in ["", "-x", "a b", "a/b", "a'b"] {
-            assert!(matches!(keys.trust(wrong, others[0], None), Err(Error::InvalidName(_))), "{wrong}");
+            assert!(
+                matches!(keys.trust(wrong, others[0], None, Roles::ALL), Err(Error::InvalidName(_))),
+                "{wrong}"
+            );
         }
     }
 }

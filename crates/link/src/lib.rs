@@ -45,6 +45,7 @@ mod memory;
 mod message;
 mod pipe;
 mod rate;
+mod roles;
 mod ssh;
 mod stream;
 #[cfg(test)]
@@ -62,6 +63,7 @@ pub use keys::{Keys, Pin, host_name};
 pub use message::{MAX_BODY, MAX_HEAD, Message};
 pub use pipe::widen;
 pub use rate::{Limited, Pace, Rate};
+pub use roles::{InvalidRoles, Roles};
 pub use text::{printable, printable_lines};
 #[doc(hidden)]
 pub use tls::read_connection;

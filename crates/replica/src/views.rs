@@ -412,7 +412,11 @@ fn is_gone(probe: &File) -> bool {
 fn lose(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
     let told = match say_lost(folder, name, why) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(_) => folder.remove(name).map(|()| true),
+        Err(_) => match folder.remove(name) {
+            // A folder of that name is no reader's, and stays whose it is.
+            Err(e) if e.kind() == io::ErrorKind::IsADirectory => Ok(false),
+            removed => removed.map(|()| true),
+        },
         told => told,
     };
     // F: before anything is written that was not kept.

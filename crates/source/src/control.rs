@@ -242,7 +242,7 @@ impl ControlServer {
             // Only the holder of the source's lock gets here, so an existing socket is left over.
             source.folder().remove(NAME)?;
             let (_fd, path) = address(&folder)?;
-            UnixListener::bind(path)
+            device::listen_at(&path, 0o600)
         };
         let failed = SourceError::state("listen in", &folder);
         let both = listen().and_then(|ours| Ok((ours.try_clone()?, ours)));

@@ -222,7 +222,7 @@ fn loopback_tcp_serves_and_other_addresses_are_refused() {
     let port =
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
     let place = format!("127.0.0.1:{port}");
-    let server = site.serve(&[&disk], &["--tcp", &place]);
+    let server = site.serve(&[&disk], &["--tcp", &place, "--allow-local-users"]);
     let mut client = Client::connect(&Address::Tcp(place.clone()), "vm").expect("a connection");
     client.write(0, &[9; 4096]).expect("a write");
     assert_eq!(server.client("vm").read(0, 4096).expect("a read"), [9; 4096]);
@@ -231,6 +231,8 @@ fn loopback_tcp_serves_and_other_addresses_are_refused() {
     let refused = site.dsync(["serve"]).arg(&other).args(["--tcp", "0.0.0.0:10809"]).output();
     assert!(matches!(refused.status.code(), Some(1 | 2)), "{refused}");
     refused.says(&["0.0.0.0", "loopback"]);
+    let open = site.dsync(["serve"]).arg(&other).args(["--tcp", "127.0.0.1:10809"]).code(2);
+    open.says(&["every user of this host", "--socket PATH", "--allow-local-users"]);
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod chain;
 mod clients;
 mod device_in_two_roles;
 mod direct;
+mod doors;
 mod failover;
 mod failover_page;
 mod far_link;

@@ -556,7 +556,7 @@ fn a_pull_over_tls_reads_what_is_offered_and_nothing_else() {
     sync(&served, &[]).code(4).says(&["not pinned here", "key trust 127.0.0.1"]);
     trust(&pulling.near, HOST, far, &[]);
     sync(&served, &[]).code(4).says(&["does not accept this host's key", "dsync key trust"]);
-    far.dsync(["key", "trust", "vault", &key(&pulling.near)]).ok();
+    far.dsync(["key", "trust", "vault", &key(&pulling.near), "--for", "serve"]).ok();
     let secret = far.path("secret").display().to_string();
     std::fs::write(images.join(".netrc"), "precious").expect("a file");
     let paths = [

@@ -24,7 +24,7 @@ fn two_sites_need_six_commands() {
     trust(&scene.site, HOST, &far.site, &[]);
     // As words, without quotes, it is the same.
     let words = key(&scene.site);
-    far.site.dsync(["key", "trust", "near"]).args(words.split(' ')).ok();
+    far.site.dsync(["key", "trust", "near"]).args(words.split(' ')).args(["--for", "serve"]).ok();
     // Also under the name that the option had before.
     far.sync(&scene, &["--lanes", "3"]).ok();
     image::assert_equal(&scene.image, &far.replica());
@@ -111,9 +111,10 @@ fn another_key_under_the_same_name_is_loud() {
     refused.says(&["THE KEY OF", "HAS CHANGED", "key forget 127.0.0.1"]);
     assert_eq!(before, fingerprints(&far.replica()));
     let theirs = key(&far.site);
-    scene.site.dsync(["key", "trust", HOST, &theirs]).code(4).says(&["another key", "dsync key forget"]);
+    let again = || scene.site.dsync(["key", "trust", HOST, &theirs, "--for", "push"]);
+    again().code(4).says(&["another key", "dsync key forget"]);
     scene.site.dsync(["key", "forget", HOST]).ok();
-    scene.site.dsync(["key", "trust", HOST, &theirs]).ok();
+    again().ok();
     far.sync(&scene, &[]).ok();
 }
 
@@ -335,11 +336,10 @@ fn wrong_usage_names_the_way_out() {
             .code(2)
             .says(&["invalid source or destination", "tls://HOST/PATH"]);
     }
-    site.dsync(["key", "trust", "backup", "ssh-ed25519 AAAA"]).code(1).says(&["invalid key"]);
+    let trust = |key: &str| site.dsync(["key", "trust", "backup", "--for", "push", key]);
+    trust("ssh-ed25519 AAAA").code(1).says(&["invalid key"]);
     site.dsync(["key", "forget", "nobody"]).code(1).says(&["nobody"]);
-    site.dsync(["key", "trust", "backup", &key(&site), "--expires", "soon"])
-        .code(2)
-        .says(&["use a form like"]);
+    trust(&key(&site)).args(["--expires", "soon"]).code(2).says(&["use a form like"]);
     let json = site.dsync(["key", "--json"]).ok().summary();
     assert!(key(&site).starts_with(json["key"].as_str().expect("a key")));
     let mode = std::os::unix::fs::PermissionsExt::mode(

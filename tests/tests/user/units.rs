@@ -60,7 +60,9 @@ fn a_loopback_port_is_served_and_another_is_refused() {
     let image = site.image("vm.raw", 4 * MIB);
     let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = socket.local_addr().expect("an address");
-    let server = site.passed(copy_of(&socket), ["serve"]).arg(&image).start();
+    let serve = |socket: OwnedFd| site.passed(socket, ["serve"]).arg(&image);
+    serve(copy_of(&socket)).code(2).says(&["every user of this host", "--allow-local-users"]);
+    let server = serve(copy_of(&socket)).arg("--allow-local-users").start();
     let client = Client::connect(&Address::Tcp(address.to_string()), "vm").expect("a connection");
     assert_eq!(client.size, 4 * MIB);
     drop(client);

@@ -8,7 +8,7 @@ use super::connection::{TlsConnection, tune};
 use super::handshake::Client;
 use super::hello::{BUSY, HELLO, Hello, Id, MAX_CONNECTIONS, NO_SESSION, WELCOME};
 use super::session;
-use crate::{Error, Keys, Link, Result};
+use crate::{Error, Keys, Link, Result, Roles};
 
 /// The port on which [`Listener`](crate::Listener)s are expected: ten thousand above rsync's, not assigned.
 pub const PORT: u16 = 10_873;
@@ -22,15 +22,18 @@ pub struct ConnectOptions {
     pub patience: Duration,
     /// Give up on a peer that sends nothing for this long.
     pub timeout: Duration,
+    /// What the peer's key must be pinned for: [`Roles::PUSH`] or [`Roles::PULL`].
+    pub role: Roles,
 }
 
 impl Default for ConnectOptions {
-    /// As many connections as the distance needs; 10 and 30 seconds.
+    /// As many connections as the distance needs; 10 and 30 seconds; to push.
     fn default() -> ConnectOptions {
         ConnectOptions {
             connections: None,
             patience: Duration::from_secs(10),
             timeout: Duration::from_secs(30),
+            role: Roles::PUSH,
         }
     }
 }
@@ -40,10 +43,10 @@ impl Link {
     /// that is pinned there for `HOST:PORT` or `HOST`, and waits for its hello.
     ///
     /// # Errors
-    /// [`Error::Connect`], [`Error::Tls`], [`Error::Unknown`], [`Error::Swapped`], [`Error::Expired`], [`Error::NotTrusted`],
+    /// [`Error::Connect`], [`Error::Tls`], [`Error::Unknown`], [`Error::Swapped`], [`Error::Expired`], [`Error::NotFor`], [`Error::NotTrusted`],
     /// [`Error::Busy`], [`Error::Keys`], [`Error::Version`], each naming the host and a way out.
     pub fn tls(keys: &Keys, host: &str, port: u16, options: &ConnectOptions) -> Result<Link> {
-        let dialer = Dialer { client: Client::new(keys, host, port)?, options };
+        let dialer = Dialer { client: Client::new(keys, host, port, options.role)?, options };
         let link = dialer.open(host, port)?;
         link.ready()?;
         Ok(link)

@@ -16,7 +16,7 @@ use super::connection::{Failed, TlsConnection};
 use super::verify::{Expected, KeyVerifier};
 use crate::framed::Trust;
 use crate::keys::{Own, host_name};
-use crate::{Error, Key, Keys, Result};
+use crate::{Error, Key, Keys, Result, Roles};
 
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
@@ -40,11 +40,12 @@ pub(super) struct Client {
 }
 
 impl Client {
-    /// Presents the own key of `keys`, and accepts only the one that is pinned there for `host` and `port`.
-    pub(super) fn new(keys: &Keys, host: &str, port: u16) -> Result<Client> {
+    /// Presents the own key of `keys`, and accepts only the one that is pinned there for `host` and `port`, and for this role.
+    pub(super) fn new(keys: &Keys, host: &str, port: u16, role: Roles) -> Result<Client> {
         let own = keys.own_with_secret()?;
         let peer = format!("{host}:{port}");
-        let expected = Expected::Server { peer: peer.clone(), names: [peer.clone(), host.to_string()] };
+        let names = [peer.clone(), host.to_string()];
+        let expected = Expected::Server { peer: peer.clone(), names, role };
         let verifier = KeyVerifier::new(keys, expected);
         let config = (|| {
             let mut config = ClientConfig::builder_with_provider(provider())
@@ -97,7 +98,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Presents the own key of `keys`, and accepts those that are pinned there; if `from` has names, only theirs.
+    /// Presents the own key of `keys`, and accepts those that are pinned there to be served; if `from` has names, only theirs.
     pub(super) fn new(keys: &Keys, from: Vec<String>) -> Result<Server> {
         let own = keys.own_with_secret()?;
         let verifier = KeyVerifier::new(keys, Expected::Client { from });
@@ -136,8 +137,8 @@ struct SessionTrust {
 impl Trust for SessionTrust {
     fn check(&self) -> Result<()> {
         self.verifier.trusted(self.shown).map_err(|error| match error {
-            Error::Unknown { command, .. } | Error::Swapped { command, .. } => {
-                Error::Forgotten { name: self.peer.clone(), key: self.shown, command }
+            Error::Unknown { command, roles, .. } | Error::Swapped { command, roles, .. } => {
+                Error::Forgotten { name: self.peer.clone(), key: self.shown, command, roles }
             }
             other => other,
         })

@@ -17,7 +17,7 @@ use super::pending::{Pending, PendingConnection};
 use super::session;
 use super::sessions::Sessions;
 use crate::log::RateLimitedLog;
-use crate::{Error, Key, Keys, Link, Result};
+use crate::{Error, Key, Keys, Link, Result, Roles};
 
 /// Limits of a listener.
 #[derive(Debug, Clone)]
@@ -276,7 +276,8 @@ impl ListenerState {
     fn name_of(&self, key: Key) -> String {
         let pins = self.keys.pins().unwrap_or_default();
         let from = &self.limits.from;
-        let mut names = pins.into_iter().filter(|pin| pin.key == key).map(|pin| pin.name);
+        let served = pins.into_iter().filter(|pin| pin.key == key && pin.roles().has(Roles::SERVE));
+        let mut names = served.map(|pin| pin.name);
         names.find(|name| from.is_empty() || from.contains(name)).unwrap_or_else(|| "a peer".into())
     }
 
@@ -306,8 +307,8 @@ fn refusal(from: IpAddr, failed: Failed) -> String {
     let distrust = failed.is_distrust();
     let why = match failed.error("the client") {
         _ if distrust => "left, it does not trust this host's key".into(),
-        Error::Unknown { key, command, .. } => format!(
-            "refused, its key is not pinned here: {}. To let it in, run: {command} trust NAME {key}",
+        Error::Unknown { key, command, roles, .. } => format!(
+            "refused, its key is not pinned here: {}. To let it in, run: {command} trust NAME {key} --for {roles}",
             key.fingerprint()
         ),
         Error::Tls { why, .. } | Error::Connect { why, .. } => format!("dropped: {why}"),

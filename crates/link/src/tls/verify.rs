@@ -9,18 +9,28 @@ use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, Uni
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, OtherError, SignatureScheme};
 
-use crate::{Error, Key, Keys, Result};
+use crate::{Error, Key, Keys, Pin, Result, Roles};
 
 /// Which key is accepted.
 #[derive(Debug)]
 pub(super) enum Expected {
-    /// That of a server: its name in messages, and the names under which its key may be pinned, the better one first.
-    Server { peer: String, names: [String; 2] },
-    /// That of a client: any pinned key or, if names are given, only theirs.
+    /// That of a server: its name in messages, the names under which its key may be pinned, the better one first, and what for.
+    Server { peer: String, names: [String; 2], role: Roles },
+    /// That of a client: any key that is pinned to be served or, if names are given, only theirs.
     Client { from: Vec<String> },
 }
 
-/// Accepts a key if it is the expected one and its pin has not expired.
+impl Expected {
+    /// What the key must be trusted for.
+    pub(super) fn role(&self) -> Roles {
+        match self {
+            Expected::Server { role, .. } => *role,
+            Expected::Client { .. } => Roles::SERVE,
+        }
+    }
+}
+
+/// Accepts a key if it is the expected one, for this role, and its pin has not expired.
 #[derive(Debug)]
 pub(super) struct KeyVerifier {
     keys: Keys,
@@ -45,16 +55,19 @@ impl KeyVerifier {
     /// Judges a key by the pins as they are now.
     pub(super) fn trusted(&self, key: Key) -> Result<()> {
         let (pins, command) = (self.keys.pins()?, self.keys.command());
+        let needed = self.expected.role();
         let pin = match &self.expected {
-            Expected::Server { peer, names } => {
+            Expected::Server { peer, names, .. } => {
                 // A pin of HOST:PORT comes before one of HOST.
                 let pin = names.iter().find_map(|name| pins.iter().find(|pin| pin.name == *name));
                 let [_, name] = names.clone();
-                let unknown = || Error::Unknown { peer: peer.clone(), name, key, command: command.clone() };
-                let pin = pin.ok_or_else(unknown)?;
+                let (peer, roles) = (peer.clone(), needed);
+                let Some(pin) = pin else { return Err(Error::Unknown { peer, name, key, command, roles }) };
                 if pin.key != key {
-                    let (peer, name) = (peer.clone().into(), pin.name.clone().into());
-                    return Err(Error::Swapped { peer, name, pinned: pin.key, shown: key, command });
+                    let (peer, name) = (peer.into(), pin.name.clone().into());
+                    let (pinned, roles) =
+                        (pin.key.into(), pin.roles.map_or(needed, |roles| roles.and(needed)));
+                    return Err(Error::Swapped { peer, name, pinned, shown: key, command, roles });
                 }
                 pin
             }
@@ -62,18 +75,23 @@ impl KeyVerifier {
                 let ours = |name: &String| from.is_empty() || from.contains(name);
                 let of_key = || pins.iter().filter(|pin| pin.key == key);
                 // One key may be pinned under several names: the one that serves best counts.
-                let best = of_key().max_by_key(|pin| (ours(&pin.name), !pin.has_expired()));
-                let (peer, name) = ("the client".into(), "NAME".into());
-                let unknown = || Error::Unknown { peer, name, key, command: command.clone() };
-                let pin = best.ok_or_else(unknown)?;
+                let serves = |pin: &&Pin| (ours(&pin.name), pin.roles().has(needed), !pin.has_expired());
+                let (peer, name, roles) = ("the client".into(), "NAME".into(), needed);
+                let Some(pin) = of_key().max_by_key(serves) else {
+                    return Err(Error::Unknown { peer, name, key, command, roles });
+                };
                 if !ours(&pin.name) {
                     return Err(Error::NotFrom { name: pin.name.clone(), key });
                 }
                 pin
             }
         };
+        let (name, roles) = (pin.name.clone(), pin.roles.map_or(needed, |roles| roles.and(needed)));
+        if !pin.roles().has(needed) {
+            return Err(Error::NotFor { name, key, needed, command, roles });
+        }
         match pin.has_expired() {
-            true => Err(Error::Expired { name: pin.name.clone(), key, command }),
+            true => Err(Error::Expired { name, key, command, roles }),
             false => Ok(()),
         }
     }

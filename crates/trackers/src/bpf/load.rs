@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
 use aya::programs::BtfTracePoint;
@@ -12,7 +13,7 @@ use extents::Bitmap;
 use super::disk::BlockDevice;
 use super::notes::{Counts, Notes};
 use super::unseen::{TYPES, unseen};
-use super::{BpfTracker, LINKS, MAPS, RECORDS, TRACEPOINTS, folder, sys};
+use super::{BpfTracker, LINKS, MAPS, RECORDS, TRACEPOINTS, check_owner, folder, sys};
 use crate::TrackError;
 
 /// The program, as `make bpf` builds it.
@@ -44,8 +45,12 @@ pub(super) fn begin(
     }
     let block_size = block_size.unwrap_or_else(|| crate::tracker::block_size_for(disk.size));
     let place = folder(&disk.number);
-    if let Err(error) =
-        std::fs::create_dir_all(place.parent().unwrap_or(&place)).and_then(|()| std::fs::create_dir(&place))
+    check_owner(&place)?;
+    // Nobody else may write to it, whatever the umask.
+    let mut folder = std::fs::DirBuilder::new();
+    folder.mode(0o700);
+    if let Err(error) = (folder.recursive(true).create(place.parent().unwrap_or(&place)))
+        .and_then(|()| folder.recursive(false).create(&place))
     {
         return Err(match error.kind() {
             io::ErrorKind::AlreadyExists => TrackError::Refused(format!(

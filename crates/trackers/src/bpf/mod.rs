@@ -51,6 +51,21 @@ fn folder(number: &str) -> PathBuf {
     crate::folder("DSYNC_BPF_DIR", "/sys/fs/bpf/dsync").join(number)
 }
 
+/// Refuses pins that another user could have made, or can exchange: what they hold is believed.
+fn check_owner(place: &Path) -> Result<(), TrackError> {
+    use std::os::unix::fs::MetadataExt;
+    for folder in [place.parent().unwrap_or(place), place] {
+        let Ok(found) = std::fs::symlink_metadata(folder) else { continue };
+        if !found.is_dir() || found.uid() != 0 || found.mode() & 0o022 != 0 {
+            return Err(TrackError::Refused(format!(
+                "{} is not a folder of root's to which only root may write: remove it, and begin again with \"dsync track add\"",
+                folder.display()
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// Starts tracking the block device at `device`, in blocks of `block_size` bytes, or of 4 KiB and more for disks above
 /// 4 TiB. What was written before is not known: [`Tracker::lost`] says so until the first release.
 ///
@@ -106,6 +121,8 @@ pub(crate) fn list() -> Result<Vec<PathBuf>, TrackError> {
 /// Number and path of what is tracked.
 fn pinned() -> Result<Vec<(String, PathBuf)>, TrackError> {
     let Ok(entries) = std::fs::read_dir(folder("")) else { return Ok(Vec::new()) };
+    // The name ends with a slash.
+    check_owner(&folder("0:0"))?;
     let mut found = Vec::new();
     for entry in entries.flatten() {
         let number = entry.file_name().to_string_lossy().into_owned();
@@ -153,6 +170,7 @@ struct MappedBitmap {
 impl BpfTracker {
     /// Opens what is pinned in a folder, for the device at a path.
     fn open(place: &Path, device: &Path) -> Result<BpfTracker, TrackError> {
+        check_owner(place)?;
         let get = |name: &str| {
             let pin = place.join(name);
             sys::get(&pin).map_err(TrackError::state("cannot open the tracker's pin", &pin))

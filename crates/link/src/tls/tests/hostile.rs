@@ -174,8 +174,8 @@ fn silent_connections_keep_nobody_out() {
 fn a_connection_joins_only_the_session_of_its_own_key() {
     let (near, far) = two();
     let other = site();
-    other.keys.trust("127.0.0.1", far.keys.own().unwrap(), None).unwrap();
-    far.keys.trust("other", other.keys.own().unwrap(), None).unwrap();
+    other.keys.trust("127.0.0.1", far.keys.own().unwrap(), None, Roles::ALL).unwrap();
+    far.keys.trust("other", other.keys.own().unwrap(), None, Roles::ALL).unwrap();
     let served = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&served);
     let server = Server::start(&far, Limits::default(), move |link, peer| {
@@ -195,7 +195,7 @@ fn a_connection_joins_only_the_session_of_its_own_key() {
     // The session still waits for its second connection.
     let mut second = server.shaken(&near);
     assert_eq!(said(&mut second, join).1.what, WELCOME);
-    let client = Client::new(&near.keys, "127.0.0.1", server.address.port()).unwrap();
+    let client = Client::new(&near.keys, "127.0.0.1", server.address.port(), Roles::PUSH).unwrap();
     let trust = client.trust(far.keys.own().unwrap());
     let link =
         sessions::open("far", vec![first, second], Duration::from_secs(20), Duration::from_secs(30), trust)
@@ -242,8 +242,8 @@ fn what_no_connection_carries_cuts_the_session() {
 fn sessions_are_bounded() {
     let (near, far) = two();
     let other = site();
-    other.keys.trust("127.0.0.1", far.keys.own().unwrap(), None).unwrap();
-    far.keys.trust("other", other.keys.own().unwrap(), None).unwrap();
+    other.keys.trust("127.0.0.1", far.keys.own().unwrap(), None, Roles::ALL).unwrap();
+    far.keys.trust("other", other.keys.own().unwrap(), None, Roles::ALL).unwrap();
     let limits = Limits { sessions: 3, sessions_of_key: 2, ..Limits::default() };
     let server = Server::start(&far, limits, echo);
     let held: Vec<Link> = (0..2).map(|_| server.call(&near, 2).unwrap()).collect();

@@ -21,7 +21,7 @@ use crate::tls::connection::{TlsConnection, tune};
 use crate::tls::handshake::Client;
 use crate::tls::hello::{HELLO, Hello, NO_SESSION, WELCOME};
 use crate::tls::session as sessions;
-use crate::{ConnectOptions, Error, Keys, Limits, Link, Listener, Message, Peer, Result, Stop};
+use crate::{ConnectOptions, Error, Keys, Limits, Link, Listener, Message, Peer, Result, Roles, Stop};
 
 /// A side with keys of its own.
 struct Site {
@@ -38,8 +38,8 @@ fn site() -> Site {
 /// Two sides that trust each other.
 fn two() -> (Site, Site) {
     let (near, far) = (site(), site());
-    near.keys.trust("127.0.0.1", far.keys.own().unwrap(), None).unwrap();
-    far.keys.trust("near", near.keys.own().unwrap(), None).unwrap();
+    near.keys.trust("127.0.0.1", far.keys.own().unwrap(), None, Roles::ALL).unwrap();
+    far.keys.trust("near", near.keys.own().unwrap(), None, Roles::ALL).unwrap();
     (near, far)
 }
 
@@ -94,7 +94,7 @@ impl Server {
 
     /// A connection with the site's key, that has said nothing yet.
     fn shaken(&self, site: &Site) -> TlsConnection {
-        let client = Client::new(&site.keys, "127.0.0.1", self.address.port()).unwrap();
+        let client = Client::new(&site.keys, "127.0.0.1", self.address.port(), Roles::PUSH).unwrap();
         client.handshake(self.connect(), soon()).unwrap()
     }
 }

@@ -13,7 +13,7 @@ fn an_unknown_key_is_refused_on_either_side_with_the_way_out() {
     assert!(text.contains(&theirs.fingerprint()), "{text}");
     assert!(text.contains(&format!("dsync key trust 127.0.0.1 {theirs}")), "{text}");
 
-    near.keys.trust("127.0.0.1", theirs, None).unwrap();
+    near.keys.trust("127.0.0.1", theirs, None, Roles::ALL).unwrap();
     let ours = near.keys.own().unwrap();
     let error = server.call(&near, 2).map(drop).unwrap_err();
     assert!(matches!(error, Error::NotTrusted { .. }), "{error}");
@@ -25,7 +25,7 @@ fn an_unknown_key_is_refused_on_either_side_with_the_way_out() {
 fn a_swapped_key_is_refused_loudly() {
     let (near, far) = two();
     let liar = site();
-    liar.keys.trust("near", near.keys.own().unwrap(), None).unwrap();
+    liar.keys.trust("near", near.keys.own().unwrap(), None, Roles::ALL).unwrap();
     let server = Server::start(&liar, Limits::default(), |_, _| panic!("it was believed"));
     let error = server.call(&near, 1).map(drop).unwrap_err();
     assert!(matches!(error, Error::Swapped { .. }), "{error}");
@@ -42,7 +42,7 @@ fn a_pin_of_the_port_comes_before_one_of_the_host() {
     let server = Server::start(&far, Limits::default(), echo);
     let other = site();
     let name = format!("127.0.0.1:{}", server.address.port());
-    near.keys.trust(&name, other.keys.own().unwrap(), None).unwrap();
+    near.keys.trust(&name, other.keys.own().unwrap(), None, Roles::ALL).unwrap();
     assert!(matches!(server.call(&near, 1), Err(Error::Swapped { .. })));
 }
 
@@ -52,13 +52,13 @@ fn an_expired_pin_is_refused_on_either_side() {
     let server = Server::start(&far, Limits::default(), echo);
     let (ours, theirs) = (near.keys.own().unwrap(), far.keys.own().unwrap());
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
-    near.keys.trust("127.0.0.1", theirs, Some(now)).unwrap();
+    near.keys.trust("127.0.0.1", theirs, Some(now), Roles::ALL).unwrap();
     let error = server.call(&near, 1).map(drop).unwrap_err();
     assert!(matches!(error, Error::Expired { .. }), "{error}");
     assert!(error.to_string().contains("dsync key trust 127.0.0.1"), "{error}");
-    near.keys.trust("127.0.0.1", theirs, Some(now + 1000)).unwrap();
+    near.keys.trust("127.0.0.1", theirs, Some(now + 1000), Roles::ALL).unwrap();
     converse(server.call(&near, 1).unwrap(), 3).unwrap();
-    far.keys.trust("near", ours, Some(now)).unwrap();
+    far.keys.trust("near", ours, Some(now), Roles::ALL).unwrap();
     let error = server.call(&near, 1).map(drop).unwrap_err();
     assert!(matches!(error, Error::NotTrusted { .. }), "{error}");
     server.says(&["has expired", &ours.fingerprint(), "dsync key trust near"]);
@@ -74,7 +74,7 @@ fn a_session_ends_at_both_ends_when_either_key_is_trusted_no_longer() {
         ("forgotten by the server", |_, far, _| far.keys.forget("near").unwrap()),
         ("forgotten by the client", |near, _, _| near.keys.forget("127.0.0.1").unwrap()),
         ("expired", |near, far, now| {
-            far.keys.trust("near", near.keys.own().unwrap(), Some(now + 1)).unwrap()
+            far.keys.trust("near", near.keys.own().unwrap(), Some(now + 1), Roles::ALL).unwrap()
         }),
     ];
     for (way, distrust) in ways {
@@ -152,4 +152,40 @@ fn nobody_there_is_said() {
         }
         other.join().unwrap();
     }
+}
+
+#[test]
+fn a_key_is_good_for_what_it_was_pinned_for() {
+    let (near, far) = two();
+    let server = Server::start(&far, Limits::default(), echo);
+    let (ours, theirs) = (near.keys.own().unwrap(), far.keys.own().unwrap());
+    // Pinned at the server only because it connects to the client.
+    for role in [Roles::PUSH, Roles::PULL, Roles::PUSH.and(Roles::PULL)] {
+        far.keys.trust("near", ours, None, role).unwrap();
+        let error = server.call(&near, 1).map(drop).unwrap_err();
+        assert!(matches!(error, Error::NotTrusted { .. }), "{error}");
+        server.says(&["not for serve", &format!("dsync key trust near --for {},serve", role)]);
+    }
+    // Under another name it may be served.
+    far.keys.trust("served", ours, None, Roles::SERVE).unwrap();
+    server.call(&near, 1).unwrap();
+    // And at the client only because the server connects to it.
+    near.keys.trust("127.0.0.1", theirs, None, Roles::SERVE.and(Roles::PULL)).unwrap();
+    let error = server.call(&near, 1).map(drop).unwrap_err();
+    assert!(matches!(error, Error::NotFor { needed: Roles::PUSH, roles: Roles::ALL, .. }), "{error}");
+}
+
+/// The pins of earlier versions say nothing of what for.
+#[test]
+fn a_pin_of_an_earlier_version_is_good_for_everything() {
+    let (near, far) = two();
+    let server = Server::start(&far, Limits::default(), echo);
+    for site in [&near, &far] {
+        let file = site._folder.path().join("keys/pinned");
+        let mut pins: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        pins[0].as_object_mut().unwrap().remove("for").unwrap();
+        std::fs::write(&file, pins.to_string()).unwrap();
+        assert_eq!(site.keys.pins().unwrap()[0].roles, None);
+    }
+    server.call(&near, 1).unwrap();
 }

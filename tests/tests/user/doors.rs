@@ -1,0 +1,259 @@
+//! What an ordinary user of the host can do to root's dsync, and what a pinned peer can: each test has what another user tries.
+
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use dsync_tests::listener::{HOST, Listening, Offering, key, trust};
+use dsync_tests::mount::Loop;
+use dsync_tests::{Run, Scene, Site, got, need, need_root, until};
+use rustix::process::{Gid, Uid};
+
+const MIB: u64 = 1 << 20;
+const NOBODY: u32 = 65534;
+
+/// Does something as another user, who has no rights of root.
+fn as_nobody<T: Send>(act: impl FnOnce() -> T + Send) -> T {
+    let acting = || {
+        let (uid, gid) = (Uid::from_raw(NOBODY), Gid::from_raw(NOBODY));
+        rustix::thread::set_thread_groups(&[]).expect("no groups");
+        rustix::thread::set_thread_res_gid(gid, gid, gid).expect("a group");
+        rustix::thread::set_thread_res_uid(uid, uid, uid).expect("a user");
+        act()
+    };
+    std::thread::scope(|scope| scope.spawn(acting).join()).expect("no panic")
+}
+
+/// Lets every user reach what is in these folders, so that only what dsync makes keeps them out.
+fn open_to_all<'a>(folders: impl IntoIterator<Item = &'a Path>) {
+    for folder in folders {
+        std::fs::set_permissions(folder, PermissionsExt::from_mode(0o777)).expect("root may");
+    }
+}
+
+/// `dsync` at a site in a shell that sets this umask.
+fn with_umask(site: &Site, umask: &str) -> Run {
+    let script = format!("umask {umask}; exec dsync \"$@\"");
+    site.run("/bin/sh".as_ref()).args(["-c", &script, "sh"])
+}
+
+fn mode(path: &Path) -> u32 {
+    path.metadata().expect("a file").permissions().mode() & 0o777
+}
+
+#[test]
+fn sockets_let_in_their_owner_whatever_the_umask() {
+    if !need_root("connections of another user") {
+        return;
+    }
+    let site = Site::new();
+    // Where paths are short enough for sockets.
+    let (image, metrics, state) = (site.image("vm.raw", MIB), site.socket("metrics"), site.socket("s"));
+    for (options, given) in [(&[][..], 0o600), (&["--socket-mode", "666"], 0o666)] {
+        let socket = site.socket(&format!("nbd-{given:o}"));
+        let serve = with_umask(&site, "0").args(["serve", "--socket"]).arg(&socket).arg(&image).args(options);
+        let serve = serve.arg(format!("--metrics=unix:{}", metrics.display())).env("DSYNC_STATE_DIR", &state);
+        let mut server = serve.start();
+        server.wait_to_say("serving vm");
+        let source = state.join("sources").read_dir().expect("sources");
+        let source = source.map(|entry| entry.expect("an entry").path()).find(|path| path.is_dir());
+        let source = source.expect("a source");
+        open_to_all([socket.parent().expect("a folder"), &state, &*state.join("sources"), &source]);
+        let control = source.join("control");
+        for (path, expected) in [(&socket, given), (&control, 0o600), (&metrics, 0o600)] {
+            assert_eq!(mode(path), expected, "{path:?}");
+            let connected = as_nobody(|| UnixStream::connect(path).map(drop).map_err(|error| error.kind()));
+            let lets_in = if expected == 0o666 { Ok(()) } else { Err(io::ErrorKind::PermissionDenied) };
+            assert_eq!(connected, lets_in, "{path:?}");
+        }
+        server.signal(rustix::process::Signal::TERM);
+        until("the server ends", || server.ended().is_some());
+    }
+}
+
+/// A host to which this one sends may not read from it, nor write to it.
+#[test]
+fn a_key_that_is_pinned_to_push_to_is_no_client() {
+    let (scene, far) = (Scene::new("roles", 4 * MIB), Listening::new(&[]));
+    trust(&scene.site, HOST, &far.site, &["--for", "push"]);
+    trust(&far.site, "near", &scene.site, &["--for", "serve"]);
+    far.sync(&scene, &[]).ok();
+    // The other way round.
+    let offering = Offering::start(&scene.site, &[&scene.image], &[]);
+    let into = scene.site.path("into");
+    std::fs::create_dir(&into).expect("a folder");
+    trust(&far.site, HOST, &scene.site, &["--for", "push,pull"]);
+    let pull = || {
+        let source = offering.source(scene.image.to_str().expect("a name"));
+        far.site.dsync(["sync"]).arg(source).arg(far.site.path("pulled.raw"))
+    };
+    pull().code(4).says(&["does not accept this host's key", "--for serve"]);
+    offering.says(&["the key of 127.0.0.1", "not for serve", "key trust 127.0.0.1 --for push,serve"]);
+    // Its user says so, and need not paste the key again.
+    scene.site.dsync(["key", "trust", HOST, "--for", "push,serve"]).ok();
+    pull().ok();
+    let list = scene.site.dsync(["key", "list"]).ok().text();
+    assert!(list.contains("for push,serve"), "{list}");
+    scene.site.dsync(["key", "trust", "x", &key(&far.site)]).code(2).says(&["--for"]);
+}
+
+/// A job runs commands as root: nobody else may have written it.
+#[test]
+fn a_job_that_others_may_write_is_refused() {
+    if !need_root("jobs of another user") {
+        return;
+    }
+    let site = Site::new();
+    let folder = site.path("conf");
+    std::fs::create_dir(&folder).expect("a folder");
+    let (job, ran) = (folder.join("x.conf"), site.path("ran"));
+    let text = format!(
+        "command = sync\nsource = /nowhere\ndestination = /nowhere.copy\non-failure = touch {}\n",
+        ran.display()
+    );
+    std::fs::write(&job, text).expect("a job");
+    let refused = |place: &Path, why: &str| {
+        site.dsync(["run", "x"]).code(4).says(&["jobs run commands", &place.display().to_string(), why]);
+        assert!(!ran.exists(), "its command was run");
+    };
+    for place in [&job, &folder] {
+        let usual = mode(place);
+        for open in [0o020, 0o002] {
+            std::fs::set_permissions(place, PermissionsExt::from_mode(usual | open)).expect("root may");
+            refused(place, "chmod go-w");
+        }
+        std::fs::set_permissions(place, PermissionsExt::from_mode(usual)).expect("root may");
+        chown(place, Some(NOBODY), None).expect("root may");
+        refused(place, "belongs to another user");
+        chown(place, Some(0), None).expect("root may");
+    }
+    site.dsync(["run", "x"]).output();
+    assert!(ran.exists(), "a job of root's own is run");
+}
+
+#[test]
+fn a_key_of_another_user_is_no_key() {
+    if !need_root("keys of another user") {
+        return;
+    }
+    let site = Site::new();
+    site.dsync(["key"]).ok();
+    for name in ["own", "pinned"] {
+        let file = site.state().join("keys").join(name);
+        let kept = std::fs::read(&file).unwrap_or_else(|_| b"[]".into());
+        std::fs::write(&file, &kept).expect("a file");
+        std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).expect("root may");
+        chown(&file, Some(NOBODY), None).expect("root may");
+        let command = if name == "own" { &["key"][..] } else { &["key", "list"] };
+        site.dsync(command).code(1).says(&["belongs to another user", "remove it"]);
+        std::fs::remove_file(&file).expect("a file");
+        std::os::unix::fs::symlink("/etc/hostname", &file).expect("a link");
+        site.dsync(command).code(1);
+        std::fs::remove_file(&file).expect("a link");
+    }
+    site.dsync(["key"]).ok();
+}
+
+/// A peer that may choose a name, or a user who has a folder, writes no lines of his own into what root reads.
+#[test]
+fn names_forge_no_line_and_move_no_cursor() {
+    let site = Site::new();
+    let source = site.image("vm.raw", MIB);
+    let name = "a\nOK\r\u{1b}[2J\u{9b}\u{202e}\u{7f}.raw";
+    let replica = site.path(name);
+    site.sync(&source, &replica, &[]).ok();
+    site.sync(&replica, &site.path("next.raw"), &[]).output();
+    let replica = replica.as_os_str().as_bytes();
+    let calls: [&[&str]; 4] =
+        [&["status"], &["status", "--check"], &["status", "--prometheus"], &["status", "-v"]];
+    for call in calls {
+        let output = site.dsync(call).output();
+        for text in [output.text(), output.stderr.clone()] {
+            assert!(!text.contains(['\r', '\u{1b}', '\u{9b}', '\u{202e}', '\u{7f}']), "{call:?}: {text:?}");
+            assert!(!text.lines().any(|line| line.starts_with("OK") && line.len() > 2), "{call:?}: {text:?}");
+        }
+    }
+    assert!(site.dsync(["status"]).ok().text().contains("a\\nOK"), "{replica:?}");
+}
+
+#[test]
+fn silent_clients_keep_no_scrape_out() {
+    let site = Site::new();
+    let (image, metrics) = (site.image("vm.raw", MIB), site.socket("metrics"));
+    let _server = site.serve(&[&image], &[&format!("--metrics=unix:{}", metrics.display())]);
+    let connect = || UnixStream::connect(&metrics).expect("a connection");
+    let _silent: Vec<UnixStream> = (0..100).map(|_| connect()).collect();
+    for _ in 0..3 {
+        let (mut client, mut answer) = (connect(), String::new());
+        client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").expect("a request");
+        client.read_to_string(&mut answer).expect("an answer");
+        assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer:?}");
+    }
+}
+
+#[test]
+fn pins_of_another_user_are_not_believed() {
+    let what = "pins of another user";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let site = Site::new();
+    let pins = site.pins();
+    if !got(std::fs::create_dir(pins), what) {
+        return;
+    }
+    let device = Loop::new(&site.image("disk.raw", MIB));
+    if !got(device.as_ref().ok_or("there is no free loop device"), what) {
+        return;
+    }
+    let device = device.expect("a device");
+    let refused = || {
+        for call in [&["status", "--check"][..], &["track", "add", device.device().to_str().expect("a name")]]
+        {
+            let output = site.dsync(call).output();
+            output.says(&["is not a folder of root's", "remove it"]);
+            assert!(!output.status.success(), "{output}");
+        }
+    };
+    chown(pins, Some(NOBODY), None).expect("root may");
+    refused();
+    chown(pins, Some(0), None).expect("root may");
+    std::fs::set_permissions(pins, PermissionsExt::from_mode(0o777)).expect("root may");
+    refused();
+}
+
+/// The folder of a replica belongs to a user who puts things of other kinds under the names of readers' logs.
+#[test]
+fn what_is_no_log_of_a_reader_stops_no_sync() {
+    if !need_root("the folder of a replica that belongs to another user") {
+        return;
+    }
+    let mut scene = Scene::synced("no logs", 4 * MIB);
+    let name = scene.replica.file_name().expect("a name").to_string_lossy();
+    let state = scene.replica.with_file_name(format!(".{name}.dsync"));
+    for place in state
+        .read_dir()
+        .expect("the state")
+        .map(|entry| entry.expect("an entry").path())
+        .chain([state.clone()])
+    {
+        chown(place, Some(NOBODY), Some(NOBODY)).expect("root may");
+    }
+    open_to_all([scene.site.dir(), &state]);
+    as_nobody(|| {
+        std::fs::create_dir(state.join("view-x")).expect("a folder");
+        std::fs::write(state.join("view-x/file"), "precious").expect("a file");
+        std::os::unix::fs::symlink("/etc/hostname", state.join("view-y")).expect("a link");
+        std::fs::write(state.join("view-z"), [0xff; 5000]).expect("a file");
+    });
+    for _ in 0..2 {
+        scene.change(5);
+        scene.sync(&[]).ok();
+        scene.equal();
+    }
+    assert!(state.join("view-x/file").exists(), "a folder is not dsync's");
+    // A promotion tells all readers.
+    scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
+}
