@@ -223,8 +223,13 @@ impl ImageStamp {
         if now.ctime_ns < self.durable {
             return Verdict::Lost(SET_BACK.into());
         }
-        // An unclean stop: the last write to the image must have been our own. Its time is noted just before it goes
-        // down, in memory that outlives the process but not the kernel.
+        self.unclean_verdict(now, boot, last)
+    }
+
+    /// The same of an image after an unclean stop, by its times: the last write to it must have been our own. Its time is noted just before it
+    /// goes down, in memory that outlives the process but not the kernel.
+    fn unclean_verdict(&self, now: &Identity, boot: &Boot, last: LastWrite) -> Verdict {
+        let life = boot.life(&self.boot);
         let changed = now.ctime_ns.max(0) as u64;
         // A time of whole seconds stands for all of its second.
         let at_latest = changed.saturating_add(device::grain(now.ctime_ns) as u64 - 1);
