@@ -1,5 +1,7 @@
 //! What of this host a remote client may reach: where it may create replicas, or which sources it may read.
 
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 use crate::error::SyncError;
@@ -24,6 +26,22 @@ pub enum AllowedPaths {
 
 /// The option that names sources.
 const OFFER: &str = "--offer";
+/// The option that names places of replicas.
+const INTO: &str = "--into";
+
+/// Refuses a folder for replicas to which another user may write, where this is root: that user could exchange what is in it at any moment, and
+/// have root write elsewhere.
+fn refuse_foreign(folder: &Path, found: &Metadata) -> Result<(), SyncError> {
+    let is_open = found.uid() != 0 || found.mode() & 0o002 != 0;
+    if is_open && rustix::process::geteuid().is_root() {
+        return Err(SyncError::Refused(format!(
+            "other users may write to {}, and replicas are received here as root: run \"dsync receive\" as the user whose folder it is, such as by \
+             User= in its unit, or give the folder to root alone",
+            folder.display()
+        )));
+    }
+    Ok(())
+}
 
 impl AllowedPaths {
     /// Replicas within the folders in `places`, or on one of its devices.
@@ -31,7 +49,7 @@ impl AllowedPaths {
     /// # Errors
     /// [`SyncError::Refused`] if one of them is neither; [`SyncError::Io`] if it cannot be looked at.
     pub fn replicas(places: &[PathBuf]) -> Result<AllowedPaths, SyncError> {
-        AllowedPaths::within(places, "--into")
+        AllowedPaths::within(places, INTO)
     }
 
     /// Sources within the folders in `places`, and those that it names: files and devices.
@@ -49,6 +67,9 @@ impl AllowedPaths {
             let found = std::fs::canonicalize(place).and_then(|path| Ok((std::fs::metadata(&path)?, path)));
             let (what, path) = found.map_err(SyncError::io(format!("find {}", place.display())))?;
             if what.is_dir() {
+                if option == INTO {
+                    refuse_foreign(&path, &what)?;
+                }
                 folders.push(path);
             } else if what.file_type().is_block_device() || (option == OFFER && what.is_file()) {
                 named.push((place.clone(), path));
@@ -121,6 +142,7 @@ impl AllowedPaths {
                 (Ok(what), Some(_)) if !what.is_dir() => {
                     return refused("there is a file where a folder should be");
                 }
+                (Ok(what), Some(_)) if *option == INTO => refuse_foreign(&path, &what)?,
                 (Ok(what), None) if !what.is_file() => return refused("it is not a file"),
                 (Err(_), Some(_)) => {
                     return Err(SyncError::Away(format!(

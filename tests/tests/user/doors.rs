@@ -257,3 +257,28 @@ fn what_is_no_log_of_a_reader_stops_no_sync() {
     // A promotion tells all readers.
     scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
 }
+
+/// Whoever has a folder could exchange what is in it while root writes there.
+#[test]
+fn root_receives_into_no_folder_of_another_user() {
+    if !need_root("folders of another user") {
+        return;
+    }
+    let (scene, far) = (Scene::new("a folder of another user", 4 * MIB), Listening::new(&[]));
+    trust(&scene.site, HOST, &far.site, &[]);
+    trust(&far.site, "near", &scene.site, &[]);
+    let way = ["other users may write to", "received here as root", "as the user whose folder it is"];
+    let sub = far.folder().join("sub");
+    std::fs::create_dir(&sub).expect("a folder");
+    let sync = || far.sync_to(&scene, &far.destination("sub/vm.raw"), &[]);
+    for (owner, open) in [(NOBODY, 0o755), (0, 0o777)] {
+        chown(&sub, Some(owner), None).expect("root may");
+        std::fs::set_permissions(&sub, PermissionsExt::from_mode(open)).expect("root may");
+        sync().code(4).says(&way);
+        assert_eq!(sub.read_dir().expect("a folder").count(), 0);
+        let receive = far.site.dsync(["receive", "--listen", "127.0.0.1:0", "--into"]).arg(&sub);
+        receive.limit(std::time::Duration::from_secs(10)).code(4).says(&way);
+    }
+    std::fs::set_permissions(&sub, PermissionsExt::from_mode(0o755)).expect("root may");
+    sync().ok();
+}

@@ -35,6 +35,7 @@ mod refusals;
 mod rehearsal;
 mod rolled_back;
 mod rolling;
+mod security;
 mod space;
 mod structure;
 mod sync;

@@ -15,6 +15,7 @@ mod queue;
 mod reorder;
 mod session;
 mod sessions;
+mod share;
 #[cfg(test)]
 pub(crate) mod tests;
 mod verify;
@@ -25,5 +26,5 @@ pub use self::client::{ConnectOptions, PORT};
 pub use self::hello::MAX_CONNECTIONS;
 pub use self::listener::{Limits, Listener, Peer, Stop};
 
-/// What may be in transit to one receiver, in bytes: three times what 1 Gbit/s carries in 150 ms.
+/// The most that may be in transit to one receiver, in bytes: three times what 1 Gbit/s carries in 150 ms.
 const WINDOW: u32 = 64 << 20;

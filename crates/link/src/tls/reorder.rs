@@ -5,13 +5,8 @@ use std::sync::{Condvar, Mutex, PoisonError};
 
 use device::Buf;
 
-use super::WINDOW;
 use super::chunk::{CHUNK, Chunk};
 use crate::flow::lock;
-
-/// What may wait for an earlier chunk that another connection still carries, in bytes: as much as the window. Then only that
-/// connection is read, so a receiver holds this and the window at most, whatever comes.
-const AHEAD: usize = WINDOW as usize;
 
 /// What a waiting chunk costs besides its bytes.
 const KEPT: usize = 64;
@@ -25,6 +20,7 @@ fn cost(bytes: &Buf) -> usize {
 pub(super) struct Reorder {
     state: Mutex<ReorderState>,
     changed: Condvar,
+    ahead: usize,
 }
 
 struct ReorderState {
@@ -57,8 +53,11 @@ impl ReorderState {
 
 impl Reorder {
     /// Takes the chunks of so many connections.
-    pub(super) fn new(connections: usize) -> Reorder {
-        Reorder { state: Mutex::new(ReorderState::of(connections)), changed: Condvar::new() }
+    ///
+    /// `ahead` is what may wait for an earlier chunk that another connection still carries, in bytes: as much as the window. Then only that
+    /// connection is read, so a receiver holds this and the window at most, whatever comes.
+    pub(super) fn new(connections: usize, ahead: usize) -> Reorder {
+        Reorder { state: Mutex::new(ReorderState::of(connections)), changed: Condvar::new(), ahead }
     }
 
     /// Adds a chunk. Waits while too much waits for an earlier one, unless this is that one.
@@ -66,7 +65,7 @@ impl Reorder {
         let Chunk { number, bytes } = chunk;
         let cost = cost(&bytes);
         let mut state = lock(&self.state);
-        while state.bytes + cost > AHEAD
+        while state.bytes + cost > self.ahead
             && number != state.next
             && !state.discarding
             && state.failed.is_none()
@@ -99,7 +98,7 @@ impl Reorder {
         loop {
             let next = state.next;
             if let Some(bytes) = state.held.remove(&next) {
-                let full = state.bytes + CHUNK + KEPT > AHEAD;
+                let full = state.bytes + CHUNK + KEPT > self.ahead;
                 state.next += 1;
                 state.bytes -= cost(&bytes);
                 drop(state);
@@ -154,7 +153,8 @@ mod tests {
 
     #[test]
     fn what_waits_for_an_earlier_chunk_is_bounded() {
-        let order = Reorder::new(2);
+        const AHEAD: usize = 4 << 20;
+        let order = Reorder::new(2, AHEAD);
         let chunk = |number| Chunk { number, bytes: Buf::from(&[number as u8; CHUNK][..]) };
         let count = 2 * (AHEAD / CHUNK) as u64;
         thread::scope(|scope| {

@@ -14,11 +14,11 @@ use std::time::Duration;
 use device::Buf;
 use rustls::Connection;
 
-use super::WINDOW;
 use super::chunk::{self, Assembler, CHUNK, CHUNK_HEADER};
 use super::connection::TlsConnection;
 use super::queue::Queue;
 use super::reorder::Reorder;
+use super::share::{self, Share};
 use crate::flow::lock;
 use crate::framed::{Activity, FramedStream, StreamOptions, StreamOwner, Trust};
 use crate::{Error, Link, Result};
@@ -43,6 +43,8 @@ pub(super) fn open(
     trust: Arc<dyn Trust>,
 ) -> Result<Link> {
     let count = connections.len();
+    let share = share::ALL.share();
+    let window = share.window();
     let carriers = connections
         .into_iter()
         .map(|TlsConnection { socket, tls }| SessionConnection { socket, tls: Mutex::new(tls) });
@@ -50,7 +52,8 @@ pub(super) fn open(
         peer: peer.to_string(),
         connections: carriers.collect(),
         out: Queue::new(2 * count),
-        order: Reorder::new(count),
+        order: Reorder::new(count, window as usize),
+        _share: share,
         threads: Mutex::default(),
         ended: Condvar::new(),
         activity: Activity::default(),
@@ -73,8 +76,7 @@ pub(super) fn open(
     }
     let reader = Reader { session: Arc::clone(&session), chunk: Buf::default(), at: 0 };
     let writer = Writer { session: Arc::clone(&session), chunk: Buf::default() };
-    let options =
-        StreamOptions { window: WINDOW, timeout, activity: session.activity.clone(), trust: Some(trust) };
+    let options = StreamOptions { window, timeout, activity: session.activity.clone(), trust: Some(trust) };
     Ok(Link::over(FramedStream::open(peer, reader, writer, options, Some(session))))
 }
 
@@ -84,6 +86,7 @@ struct TlsSession {
     connections: Vec<SessionConnection>,
     out: Queue,
     order: Reorder,
+    _share: Share,
     threads: Mutex<Threads>,
     ended: Condvar,
     /// Also of what must wait for an earlier chunk.
