@@ -204,8 +204,11 @@ fn a_server_that_stays_away_is_waited_for() {
         });
     }
     assert!(running.stderr_so_far().contains("went away"), "{}", running.stderr_so_far());
+    // The content is there before its commit is.
+    running.wait_to_say(MIRRORING);
     running.signal(Signal::TERM);
-    assert!(running.output(Duration::from_secs(60)).status.success());
+    let ended = running.output(Duration::from_secs(60));
+    assert!(ended.status.success(), "{ended}");
     scene.equal();
 }
 

@@ -252,8 +252,11 @@ fn a_cut_transfer_goes_on() {
             client.write(at << 20, &scene.random.bytes(1 << 20)).expect("a write");
         }
         client.close().expect("the end");
-        let mut syncing = far.sync(&scene, &["--bwlimit", "8M"]).start();
-        std::thread::sleep(Duration::from_millis(900));
+        let mut syncing = far.sync(&scene, &["--bwlimit", "4M"]).start();
+        let arriving = far.replica().with_file_name(".vm.raw.dsync").join("journal");
+        dsync_tests::until("it arrives", || {
+            std::fs::metadata(&arriving).is_ok_and(|file| file.len() > 1 << 20)
+        });
         let mut process = far.take();
         process.signal(signal);
         let ended = process.output(Duration::from_secs(20));
