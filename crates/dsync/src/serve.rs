@@ -438,7 +438,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
         if args.format.is_none() {
             check_format(image, state)?;
         }
-        warn_odd(image, output)?;
+        warn_odd(image, output);
         let what = if args.read_only {
             let options = device::Options { write: false, direct: args.direct, exclusive: false };
             What::ReadOnly(device::open(image, &options)?)
@@ -457,15 +457,15 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
 }
 
 /// Says that the end of an image cannot be reached by clients that read whole sectors.
-fn warn_odd(image: &Path, output: &Output) -> Result<()> {
-    let rest = device::identity(image)?.size % 512;
+fn warn_odd(image: &Path, output: &Output) {
+    // One that cannot be looked at is not opened either.
+    let rest = device::identity(image).map_or(0, |identity| identity.size % 512);
     if rest > 0 {
         output.warn(&format!(
             "the size of {} is no multiple of 512 bytes: most clients see a disk without its last {rest}. Make it larger with \"truncate -s %512\"",
             image.display()
         ));
     }
-    Ok(())
 }
 
 /// Says that a disk is served without the others of its group.

@@ -18,7 +18,6 @@ use crate::journal::{self, Contents, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
 use crate::old::Old;
-use crate::options::SourceTime;
 use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Squeezed, Undo};
 use crate::past_commits::PastCommits;
 use crate::replica::Replica;
@@ -375,11 +374,12 @@ impl Replica {
     }
 
     fn age(&self) -> Result<Option<Squeezed>> {
-        let nothing = Keep::default();
-        let keep = self.settings().map_or(&nothing, |settings| &settings.keep);
-        // No moment goes that is not too old by both clocks: one of them may be far ahead.
-        let there = self.options().source_time.map_or(u64::MAX, SourceTime::now);
-        let (present, now) = (self.lineage().nonce, self.now().min(there));
+        let mut keep = self.settings().map_or_else(Keep::default, |settings| settings.keep.clone());
+        let (present, now) = (self.lineage().nonce, self.now());
+        // No moment goes that is not too old by both clocks: this one may be far ahead.
+        let ahead = self.options().source_time.map_or(0, |there| now.saturating_sub(there.now()));
+        keep.spans.iter_mut().for_each(|span| span.seconds = span.seconds.saturating_add(ahead));
+        let keep = &keep;
         let returned = self.settings().map_or(&[][..], |settings| &settings.returned);
         Ageing { folder: self.state(), keep, present, now, returned, common: self.common_states() }.run()
     }
