@@ -757,7 +757,14 @@ impl Source {
             epochs.stamp.identity.path.clone_from(&now.path);
         }
         // Asked again, under the check's own ordering: the identity above may be older than a write that has completed since.
-        self.disk.look(|| self.backing.identity().ok().as_ref().and_then(changed))?;
+        let look = || self.disk.look(|| self.backing.identity().ok().as_ref().and_then(changed));
+        if !look()? && self.disk.foreign().is_some() {
+            // Once no later change can bear that time, what is doubted now is all that others have written by then.
+            let clock = self.backing.clock();
+            let apart = clock.apart(self.backing.identity()?.ctime_ns);
+            std::thread::sleep(Duration::from_nanos(apart + clock.tick()));
+            look()?;
+        }
         Ok(())
     }
 
