@@ -188,8 +188,8 @@ fn a_mirror_holds_its_hook_around_the_end_of_each_epoch() {
     // An application that writes two blocks one after the other. It stops between two such pairs while it is held.
     let hook = script(
         &scene.site,
-        "read word; touch hold; while ! test -e held; do sleep 0.01; done; echo ready\n\
-         read word; rm -f held hold; echo $word >> words\n\
+        "read word; echo $$ > new; mv new hold; while test \"$(cat held)\" != $$; do sleep 0.01; done 2>/dev/null; echo ready\n\
+         read word; rm hold; echo $word >> words\n\
          read word; echo $word >> words\n",
     );
     let (tell, told) = channel();
@@ -200,10 +200,9 @@ fn a_mirror_holds_its_hook_around_the_end_of_each_epoch() {
             client.write(7 * BLOCK, &[byte; BLOCK as usize]).expect("a write");
             std::thread::sleep(Duration::from_millis(15));
             client.write(9 * BLOCK, &[byte; BLOCK as usize]).expect("a write");
-            while hold.exists() {
-                if !held.exists() {
-                    std::fs::write(&held, "").expect("a file");
-                }
+            // Which of the hooks it is held by is said: an answer to an earlier one is none.
+            while let Ok(hook) = std::fs::read(&hold) {
+                std::fs::write(&held, hook).expect("a file");
                 std::thread::sleep(Duration::from_millis(1));
             }
             if told.try_recv().is_ok() {
