@@ -335,27 +335,3 @@ fn a_dump_and_a_disk_that_was_moved_are_compared() {
         image::assert_equal(&a.disk, &b.disk);
     }
 }
-
-/// A sync is killed while it writes in place, before it has noted how far it came; then its source is rolled back to before the epoch
-/// that it led to. What of that epoch lies on the replica is in no record of the source.
-#[test]
-fn parts_of_an_epoch_that_a_rolled_back_source_does_not_know_are_compared() {
-    let mut random = Random::new("parts of a lost epoch");
-    let a = Host::with_disk(16 * MIB, &mut random);
-    let copy = a.site.path("copy.raw");
-    let server = a.site.serve(&[&a.disk], &[]);
-    a.site.sync(&a.disk, &copy, &[]).ok();
-    server.stop();
-    let snapshot = Snapshot::take(&a, "before");
-    a.write(100..400, &mut random);
-    let before = std::fs::read(&copy).expect("a replica");
-    let slowly = ["--commit", "in-place", "--bwlimit", "256K"];
-    let mut sync = a.site.sync(&a.disk, &copy, &slowly).start();
-    dsync_tests::until("it writes in place", || std::fs::read(&copy).expect("a replica") != before);
-    sync.kill();
-    snapshot.restore(&a);
-    a.write([7], &mut random);
-    let done = a.site.sync(&a.disk, &copy, &[]).ok().summary();
-    assert_eq!(done["method"], "compare", "{done}");
-    image::assert_equal(&a.disk, &copy);
-}
