@@ -103,9 +103,9 @@ pub struct SourceInfo {
 impl From<&Handle> for SourceInfo {
     fn from(handle: &Handle) -> SourceInfo {
         let about = handle.about();
-        // Later, what a guest has written to the first block of its disk is no matter.
-        let is_new = !handle.is_served() && matches!(handle.last_epoch(), Ok(None));
-        let container = if is_new { device::container_format(&about.path) } else { None };
+        // Later, what a guest has written to the first block of its disk does not matter. The history is read for those that look like one alone.
+        let is_new = |_: &&str| !handle.is_served() && matches!(handle.last_epoch(), Ok(None));
+        let container = device::container_format(&about.path).filter(is_new);
         SourceInfo {
             path: about.path.clone(),
             uuid: about.uuid,
