@@ -88,7 +88,7 @@ impl KnownPast {
             given_up: settings.and_then(|settings| settings.given_up),
             is_empty: past::is_empty(dir),
             verdict: Verdict::standing(dir).filter(|_| lineage.role.promoted.is_none()),
-            origin: origin::place(dir, lineage),
+            origin: origin::place(dir, lineage.source),
         }
     }
 }

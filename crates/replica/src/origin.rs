@@ -6,7 +6,6 @@ use device::{Dir, Folder};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::lineage::Lineage;
 use crate::locate::{inspect, state_folder};
 use crate::options::Options;
 use crate::replica::Replica;
@@ -23,27 +22,26 @@ struct Origin {
     place: String,
 }
 
-/// Where the source of the replica with this folder is, `HOST:PATH`; `None` if it did not say so.
-pub(crate) fn place(folder: &dyn Folder, lineage: &Lineage) -> Option<String> {
+/// Where this source of the replica with this folder is, `HOST:PATH`; `None` if it did not say so.
+pub(crate) fn place(folder: &dyn Folder, source: Option<Uuid>) -> Option<String> {
     let file = folder.open(NAME, false).ok()?;
     let mut bytes = vec![0; file.len().ok()?.min(2 * MOST as u64) as usize];
     file.read_at(0, &mut bytes).ok()?;
     let origin: Origin = serde_json::from_slice(&bytes).ok()?;
-    (Some(origin.source) == lineage.source).then_some(origin.place)
+    (Some(origin.source) == source).then_some(origin.place)
 }
 
 /// Where the source of the replica at `path` is, `HOST:PATH`; `None` if it did not say so. Takes no lock.
 pub fn origin(path: &Path, options: &Options) -> Option<String> {
     let folder = Dir::existing(&state_folder(path, options).ok()?).ok()?;
-    place(&folder, &inspect(path, options).ok()??)
+    place(&folder, inspect(path, options).ok()??.source)
 }
 
 impl Replica {
     /// Notes where its source is, `HOST:PATH`.
     pub fn note_origin(&self, source: Uuid, place: &str) {
         let folder = self.state();
-        let lineage = Lineage { source: Some(source), ..self.recorded().clone() };
-        if place.len() <= MOST && self::place(folder, &lineage).as_deref() != Some(place) {
+        if place.len() <= MOST && self::place(folder, Some(source)).as_deref() != Some(place) {
             let origin = Origin { source, place: place.to_owned() };
             let _ = serde_json::to_vec(&origin).map(|bytes| device::replace(folder, NAME, &bytes));
         }
