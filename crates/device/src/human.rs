@@ -1,4 +1,4 @@
-//! Human-readable sizes.
+//! Human-readable sizes and times.
 
 const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 
@@ -32,6 +32,16 @@ pub fn exact_size(bytes: u64) -> String {
         _ => bytes.trailing_zeros() >= unit,
     };
     if exact || unit == 0 { human_size(bytes) } else { format!("{} ({bytes} bytes)", human_size(bytes)) }
+}
+
+/// A time in seconds with at least two of its unit: `119 s`, `2 min`, `47 h`, `2 days`.
+pub fn human_time(seconds: u64) -> String {
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
 }
 
 #[cfg(test)]

@@ -59,7 +59,7 @@ pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
 pub use file::{Options, adopt, open, open_without_uring};
 pub use folder::{Dir, Folder, Mapping, StateFile, give, open_within, replace, reserve, reserved};
 pub use folder_lock::FolderLock;
-pub use human::{exact_size, human_size};
+pub use human::{exact_size, human_size, human_time};
 pub use identity::{DiskKind, Identity, identity};
 pub use local_socket::listen_at;
 pub use lock::{Access, ImageLock, lock_image};

@@ -190,7 +190,9 @@ impl Table<'_> {
         let problem = self.problems.iter().find(|p| p.replica.as_deref().map(Path::new) == Some(local.path));
         let state = problem.map_or(state.to_owned(), |problem| problem.problem.replace('-', " "));
         // Only its source knows how far it is behind.
-        let at = local.at.map_or(NONE.into(), |at| format!("{} ago", age(self.now.saturating_sub(at))));
+        let at = local
+            .at
+            .map_or(NONE.into(), |at| format!("{} ago", device::human_time(self.now.saturating_sub(at))));
         let path = local.path.display().to_string();
         let place = local.origin.as_ref().map_or(path.clone(), |origin| format!("{path} from {origin}"));
         let size = known.lineage.as_ref().map_or(NONE.into(), |lineage| units::size(lineage.size));
@@ -253,7 +255,7 @@ fn is_current(source: &SourceStatus, replica: &Lacking) -> bool {
 
 /// How long a replica is behind, and by how much, as far as that is known.
 fn behind(source: &SourceStatus, replica: &Lacking, now: u64) -> String {
-    let lag = age(replica.lag(now));
+    let lag = device::human_time(replica.lag(now));
     match replica.blocks {
         _ if is_current(source, replica) => NONE.into(),
         // They count from its last epoch.
@@ -262,16 +264,6 @@ fn behind(source: &SourceStatus, replica: &Lacking, now: u64) -> String {
             format!("{lag}, {}", units::size(blocks.saturating_mul(source.block_size.into())))
         }
         None => format!("{lag}, ?"),
-    }
-}
-
-/// A time in few words.
-fn age(seconds: u64) -> String {
-    match seconds {
-        0..120 => format!("{seconds} s"),
-        120..7200 => format!("{} min", seconds / 60),
-        7200..172_800 => format!("{} h", seconds / 3600),
-        _ => format!("{} days", seconds / 86_400),
     }
 }
 

@@ -170,8 +170,8 @@ impl ImageStamp {
         let at = |time: i64| device::moment((time.max(0) / 1_000_000_000) as u64);
         let age = match (recorded - now.mtime_ns) / 1_000_000_000 {
             0 => "at about the same time as".to_owned(),
-            seconds if seconds > 0 => format!("{} before", span(seconds)),
-            seconds => format!("{} after", span(-seconds)),
+            seconds if seconds > 0 => format!("{} before", device::human_time(seconds.unsigned_abs())),
+            seconds => format!("{} after", device::human_time(seconds.unsigned_abs())),
         };
         Some(format!(
             "{OTHER}: {place}written to last on {}, {age} what was recorded ({})",
@@ -223,13 +223,12 @@ impl ImageStamp {
         if now.ctime_ns < self.durable {
             return Verdict::Lost(SET_BACK.into());
         }
-        self.unclean_verdict(now, boot, last)
+        self.unclean_verdict(now, boot, life, last)
     }
 
     /// The same of an image after an unclean stop, by its times: the last write to it must have been our own. Its time is noted just before it
     /// goes down, in memory that outlives the process but not the kernel.
-    fn unclean_verdict(&self, now: &Identity, boot: &Boot, last: LastWrite) -> Verdict {
-        let life = boot.life(&self.boot);
+    fn unclean_verdict(&self, now: &Identity, boot: &Boot, life: Life, last: LastWrite) -> Verdict {
         let changed = now.ctime_ns.max(0) as u64;
         // A time of whole seconds stands for all of its second.
         let at_latest = changed.saturating_add(device::grain(now.ctime_ns) as u64 - 1);
@@ -266,16 +265,6 @@ impl ImageStamp {
             }
             _ => "after the power cut, the image was changed by another program".into(),
         })
-    }
-}
-
-/// A time in seconds, in words.
-fn span(seconds: i64) -> String {
-    match seconds {
-        0..120 => format!("{seconds} s"),
-        120..7200 => format!("{} min", seconds / 60),
-        7200..172_800 => format!("{} h", seconds / 3600),
-        _ => format!("{} days", seconds / 86_400),
     }
 }
 
