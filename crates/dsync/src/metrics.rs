@@ -66,7 +66,7 @@ pub(crate) fn serve(address: Option<&Address>, state: &StateDir, output: &Output
 trait Client: Read + Write + Send + Sized + 'static {
     /// The same connection once more.
     fn again(&self) -> io::Result<Self>;
-    /// Ends it, whoever waits on it.
+    /// Closes it, also while another thread waits for it.
     fn cut(&self);
     /// Bounds the next read and the next write.
     fn bound(&self, time: Duration) -> io::Result<()>;

@@ -31,7 +31,7 @@ fn resolve_in(folder: &Path, words: Vec<OsString>) -> Result<Vec<OsString>> {
     if !words.iter().any(is_job) {
         return Ok(words);
     }
-    // The job says what is left out. Other errors are the parser's to report.
+    // The job gives what is missing. Other errors are reported by the parser.
     let Ok(matches) = lenient().try_get_matches_from(&words) else { return Ok(words) };
     let Some((command, own)) = matches.subcommand() else { return Ok(words) };
     let Ok(Some(name)) = own.try_get_one::<String>("named") else { return Ok(words) };

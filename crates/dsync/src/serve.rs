@@ -462,7 +462,7 @@ fn warn_odd(image: &Path, output: &Output) {
     let rest = device::identity(image).map_or(0, |identity| identity.size % 512);
     if rest > 0 {
         output.warn(&format!(
-            "the size of {} is no multiple of 512 bytes: most clients see a disk without its last {rest}. Make it larger with \"truncate -s %512\"",
+            "the size of {} is not a multiple of 512 bytes: most clients see a disk without its last {rest}. Make it larger with \"truncate -s %512\"",
             image.display()
         ));
     }

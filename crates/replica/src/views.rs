@@ -413,7 +413,7 @@ fn lose(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
     let told = match say_lost(folder, name, why) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(_) => match folder.remove(name) {
-            // A folder of that name is no reader's, and stays whose it is.
+            // A folder of that name was not made by a reader, and is left alone.
             Err(e) if e.kind() == io::ErrorKind::IsADirectory => Ok(false),
             removed => removed.map(|()| true),
         },

@@ -258,7 +258,7 @@ fn what_is_no_log_of_a_reader_stops_no_sync() {
     scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
 }
 
-/// Whoever has a folder could exchange what is in it while root writes there.
+/// The owner of a folder could exchange what is in it while root writes there.
 #[test]
 fn root_receives_into_no_folder_of_another_user() {
     if !need_root("folders of another user") {

@@ -61,7 +61,7 @@ fn craft(state: &Path, victim: &Path, [what, which, at, value]: [u8; 4]) -> std:
         .then(|| std::fs::read(&path))
         .transpose()?
         .unwrap_or_default();
-    // Most of what is read lies at the beginning.
+    // Most of what is read is at the beginning.
     let place = (usize::from(at) * (1 + usize::from(what >> 4))).min(bytes.len());
     let remove = || match path.is_dir() {
         true => std::fs::remove_dir(&path),
