@@ -1,8 +1,12 @@
 //! Image formats that contain a disk. Served or copied raw, they are the container instead of the disk.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
+
+use crate::Buf;
+use crate::file::Options;
+
+/// Bytes in which every format says what it is.
+const HEAD: u64 = 4096;
 
 /// Name, magic bytes and their offset. LUKS is missing on purpose: an encrypted disk
 /// is served as it is.
@@ -17,12 +21,11 @@ const FORMATS: [(&str, u64, &[u8]); 7] = [
 ];
 
 /// The format of an image that is not raw. `None` if none is recognised, or the image cannot be read: opening
-/// it later reports why.
+/// it later reports why. The page cache is left as it was.
 pub fn container_format(image: &Path) -> Option<&'static str> {
-    let file = File::open(image).ok()?;
-    let is = |offset, magic: &[u8]| {
-        let mut found = vec![0; magic.len()];
-        file.read_exact_at(&mut found, offset).is_ok() && found == magic
-    };
+    let disk = crate::file::open(image, &Options { direct: true, ..Options::default() }).ok()?;
+    let mut head = Buf::new(disk.len().min(HEAD) as usize);
+    disk.read_at(0, &mut head).ok()?;
+    let is = |offset: u64, magic: &[u8]| head.get(offset as usize..).is_some_and(|at| at.starts_with(magic));
     FORMATS.iter().find(|(_, offset, magic)| is(*offset, magic)).map(|(name, ..)| *name)
 }
