@@ -14,8 +14,14 @@ rm -f "$DSYNC_TEST_TIMES"
 "$cargo" build --workspace && "$cargo" test --workspace --no-run || exit
 built=$(date +%s)
 # Most tests wait, for a disk, a link or a guest.
-DSYNC_BIN=$target/debug/dsync RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(($(nproc) + 1))} "$cargo" test --workspace --no-fail-fast
-code=$?
+export DSYNC_BIN="$target/debug/dsync" RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 1))}"
+{ "$cargo" test --workspace --no-fail-fast 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
+code=$(cat "$target/test-code")
+# Again at the end, where it is found, and where a log that was cut still has it.
+if [ "$code" != 0 ]; then
+    echo 'What failed:'
+    grep -a -A8 -e ' panicked at ' -e '^DSYNC_SEED=' -e ' hangs' "$target/test-log" | head -n 100
+fi
 echo 'The slowest tests, in seconds:'
 sort -rn "$DSYNC_TEST_TIMES" | head -n 10
 now=$(date +%s)

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use delta::Epoch;
 use device::WriteWatch;
-use replica::{Intent, Member};
+use replica::{Intent, Member, Membership};
 use source::{GroupHandle, Handle, SourceOptions};
 use uuid::Uuid;
 
@@ -83,6 +83,8 @@ pub fn demote_group(
         return Err(SyncError::Refused(format!(
             "the disks of the group {name} are demoted already: without -n the command tells the replicas again that they can take over"
         )));
+    } else {
+        refuse_promoting(state, name, &ended)?;
     }
     if !options.discard {
         for disk in ended.iter().filter(|disk| disk.is_source) {
@@ -92,6 +94,23 @@ pub fn demote_group(
     let summaries = carry_out(state, ended, &watches, options, progress)?;
     afterwards(&summaries)?;
     Ok(summaries)
+}
+
+/// Refuses to say again that others can take over from disks whose own promotion was begun since.
+fn refuse_promoting(state: &dyn Site, name: &str, ended: &[Ended]) -> Result<(), SyncError> {
+    for disk in ended {
+        let folder = disk.path.parent().map(|dir| Membership::folder_in(dir, name));
+        // A group is not made by asking for it.
+        let Some(Ok(_)) = folder.map(|folder| state.find_group(&folder)) else { continue };
+        let (dir, group) = state.group(&disk.path, name)?;
+        if group.intent().is_some_and(Intent::promotes) {
+            return Err(SyncError::Refused(format!(
+                "the promotion of the group {name} was interrupted: complete it with \"dsync promote --group {}\", and demote it then",
+                dir.display()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Makes a replica of each disk, as it was decided and said for all of them.
