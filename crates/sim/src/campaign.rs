@@ -1074,7 +1074,10 @@ impl Run {
         for _ in 0..5 {
             let known = self.world.replicas[which].clone();
             let mut options = self.world.options(None);
-            options.adopt = (known.touched || known.adopting) && last.contains("--adopt");
+            // A source that is empty needs a word as well, where what was written to it is not known.
+            let empty = self.world.content().iter().all(|byte| *byte == 0);
+            let may_ask = known.touched || known.adopting || empty;
+            options.adopt = may_ask && last.contains("--adopt");
             if known.tainted {
                 options.method = Some(Method::Compare);
             }
@@ -1105,7 +1108,7 @@ impl Run {
                 Err(error) => {
                     last = error.to_string();
                     self.world.tell(format!("  {last}"));
-                    if adopts(&error) && !(known.touched || known.adopting) {
+                    if adopts(&error) && !may_ask {
                         return Err(format!("without a cause, {} is to be adopted: {last}", known.name));
                     }
                     if last.contains("--allow-shrink") {
