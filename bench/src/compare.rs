@@ -123,7 +123,7 @@ fn tools(dsync: &Dsync, bench: &Bench, report: &mut Report) -> Vec<Tool> {
         let dsync = dsync.clone();
         let line = move |files: &Files| {
             let mut line = dsync.command("sync");
-            line.arg(&files.source).arg(&files.copy).args(["--quiet", "--adopt"]).args(options);
+            line.arg(&files.source).arg(&files.copy).args(["--quiet", "--adopt=overwrite"]).args(options);
             line
         };
         add(name, "", false, Box::new(line));
@@ -333,7 +333,7 @@ fn afar(
             content.undo(&change, &files.copy)?;
         }
         rustix::fs::sync();
-        let options = [&["--adopt", "--commit", "in-place"][..], &line.options()].concat();
+        let options = [&["--adopt=overwrite", "--commit", "in-place"][..], &line.options()].concat();
         let synced = dsync.sync(&files.source, &destination, &options, LIMIT)?;
         content.check_changed(&change, &files.copy)?;
         ensure!(synced.word("method") == "compare", "the method was {}", synced.word("method"));

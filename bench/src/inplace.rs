@@ -321,7 +321,7 @@ impl<'a> Remote<'a> {
                 dst.display()
             ),
             _ => format!(
-                "cd {} && for file in *; do {} sync -q --method rolling --commit {} --adopt --create --allow-shrink --rsh {} \
+                "cd {} && for file in *; do {} sync -q --method rolling --commit {} --adopt=overwrite --create --allow-shrink --rsh {} \
                  --remote-dsync {} $file backup:{}/$file || exit; done",
                 src.display(),
                 quote(&self.pair.dsync.binary),

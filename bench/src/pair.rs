@@ -50,7 +50,8 @@ impl Pair<'_> {
 
     pub(crate) fn dsync(&self, options: &[&str]) -> Result<Cost> {
         let copy = self.copy.display().to_string();
-        let options = [&["--method", "rolling", "--adopt", "--create", "--allow-shrink"], options].concat();
+        let options =
+            [&["--method", "rolling", "--adopt=overwrite", "--create", "--allow-shrink"], options].concat();
         let synced: Synced = self.dsync.sync(&self.source, &copy, &options, LIMIT)?;
         self.check()?;
         Ok(Cost {

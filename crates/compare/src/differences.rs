@@ -34,8 +34,33 @@ pub enum Finding<'a> {
     Unreadable(Range<u64>),
     /// The peer cannot be read here; what the source has was reported before.
     UnreadableThere(Range<u64>),
+    /// What the peer holds of what was compared since the last time.
+    Held(Held),
     /// All before the first number has been compared; the second is the bytes read since the last time.
     Upto(u64, u64),
+}
+
+/// Bytes of the peer's blocks that are not zeroes, and that it could read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Held {
+    /// All of them.
+    pub bytes: u64,
+    /// Those of blocks in which the source differs.
+    pub differing: u64,
+}
+
+impl Held {
+    /// Adds what another part holds.
+    pub fn add(&mut self, other: Held) {
+        self.bytes += other.bytes;
+        self.differing += other.differing;
+    }
+
+    fn block(&mut self, range: &Range<u64>, verdict: Verdict) {
+        let differing = u64::from(matches!(verdict, Verdict::Data | Verdict::Zero));
+        let bytes = range.end - range.start;
+        self.add(Held { bytes, differing: bytes * differing });
+    }
 }
 
 /// What the peer reports of a range.
@@ -103,11 +128,11 @@ pub fn differences(
         move || pairing.next(),
         || (),
         |_, work| {
-            let runs = compare(scope, &work, &zero);
+            let (runs, held) = compare(scope, &work, &zero);
             let runs = widened(runs, &work, scope.block_size.into(), &widen);
-            Ok((work, runs))
+            Ok((work, runs, held))
         },
-        |(work, runs): (Work, Vec<(Range<u64>, Verdict)>)| {
+        |(work, runs, held): (Work, Vec<(Range<u64>, Verdict)>, Held)| {
             let empty = Buf::default();
             let buf = work.ours.as_ref().map_or(&empty, |(buf, _)| buf);
             for (range, verdict) in runs {
@@ -123,6 +148,7 @@ pub fn differences(
             for (range, _) in work.theirs.into_iter().filter(|(_, t)| matches!(t, Theirs::Unreadable)) {
                 found(Finding::UnreadableThere(range))?;
             }
+            found(Finding::Held(held))?;
             found(Finding::Upto(work.range.end, buf.len() as u64))
         },
     )
@@ -177,10 +203,15 @@ impl Runs {
 }
 
 /// Compares a chunk block by block.
-fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> Vec<(Range<u64>, Verdict)> {
+fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> (Vec<(Range<u64>, Verdict)>, Held) {
     let block = u64::from(scope.block_size);
-    let mut runs = Runs::default();
+    let (mut runs, mut held) = (Runs::default(), Held::default());
     let mut push = |range, verdict| runs.push(range, verdict);
+    // The last block may be short.
+    let is_zeroes = |range: &Range<u64>, digest: &[u8]| match range.end - range.start {
+        len if len == block => digest == zero,
+        len => digest == scope.hash.digest(&vec![0; len as usize]),
+    };
     for (part, theirs) in &work.theirs {
         let Some((buf, bad)) = &work.ours else {
             // A hole here: what is not zero at the peer differs.
@@ -190,14 +221,13 @@ fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> Vec<(Range<u64>, Verdict)
                 Theirs::Digests(digests) => {
                     for (n, digest) in digests.chunks(DIGEST).enumerate() {
                         let start = part.start + n as u64 * block;
-                        let end = (start + block).min(part.end);
-                        // The last block may be short.
-                        let same = if end - start == block {
-                            digest == zero
-                        } else {
-                            digest == scope.hash.digest(&vec![0; (end - start) as usize])
-                        };
-                        push(start..end, if same { Verdict::Same } else { Verdict::Zero });
+                        let range = start..(start + block).min(part.end);
+                        let same = is_zeroes(&range, digest);
+                        let verdict = if same { Verdict::Same } else { Verdict::Zero };
+                        if !same {
+                            held.block(&range, verdict);
+                        }
+                        push(range, verdict);
                     }
                 }
             }
@@ -230,12 +260,18 @@ fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> Vec<(Range<u64>, Verdict)
                     }
                 }
             };
+            if let Theirs::Digests(digests) = theirs {
+                let theirs = digests.get(index * DIGEST..(index + 1) * DIGEST);
+                if theirs.is_some_and(|theirs| !is_zeroes(&(start..end), theirs)) {
+                    held.block(&(start..end), verdict);
+                }
+            }
             push(start..end, verdict);
             start = end;
             index += 1;
         }
     }
-    runs.0
+    (runs.0, held)
 }
 
 /// Pairs the chunks of this side with the peer's reports.

@@ -15,6 +15,7 @@ struct Outcome {
     read: u64,
     unreadable: Vec<Range<u64>>,
     unreadable_there: Vec<Range<u64>>,
+    held: Held,
 }
 
 fn run_disks(
@@ -58,6 +59,10 @@ fn run_disks(
                     outcome.unreadable_there.push(r);
                     return Ok(());
                 }
+                Finding::Held(held) => {
+                    outcome.held.add(held);
+                    return Ok(());
+                }
                 Finding::Upto(upto, read) => {
                     assert!(upto >= last && upto > looked);
                     looked = upto;
@@ -78,6 +83,24 @@ fn run(source: &[u8], replica: &[u8], scope: &Scope) -> Outcome {
     let from: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(source));
     let to: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(replica));
     run_disks(from, to, scope, replica).unwrap()
+}
+
+#[test]
+fn what_the_replica_holds_is_counted_without_its_zeroes() {
+    let scope = Scope::whole(20_001, 4096);
+    let disk = |blocks: [u8; 5]| {
+        let bytes: Vec<u8> = blocks.into_iter().flat_map(|value| vec![value; 4096]).collect();
+        bytes[..20_001].to_vec()
+    };
+    let held = |source, replica| run(&disk(source), &disk(replica), &scope).held;
+    assert_eq!(held([1, 2, 3, 4, 5], [0; 5]), Held::default());
+    assert_eq!(held([1, 2, 0, 4, 5], [1, 9, 9, 0, 5]), Held { bytes: 15_905, differing: 8192 });
+    assert_eq!(held([0; 5], [0, 0, 0, 0, 5]), Held { bytes: 3617, differing: 3617 });
+    // A hole of the source, and one block that is not read as a part of it.
+    let sparse: Arc<dyn Disk> = Arc::new(RamDisk::new(20_001));
+    let there = disk([7, 0, 0, 0, 7]);
+    let told = run_disks(sparse, Arc::new(RamDisk::from_bytes(&there)), &scope, &there).unwrap();
+    assert_eq!(told.held, Held { bytes: 7713, differing: 7713 });
 }
 
 proptest! {
@@ -151,6 +174,7 @@ fn equal_disks_differ_nowhere_and_holes_are_not_read() {
         || Ok(reports.next()),
         |finding| {
             match finding {
+                Finding::Held(held) => assert_eq!(held.differing, 0),
                 Finding::Upto(_, bytes) => read += bytes,
                 other => panic!("{other:?}"),
             }

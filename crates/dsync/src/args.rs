@@ -110,7 +110,7 @@ pub(crate) enum Command {
         host, or in the first --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an \
         absolute path.\n\n\
         A block device is a new destination only if it looks blank, at its first and last MiB and at 64 \
-        places between them. Take over one with other content with --adopt.\n\n\
+        places between them. Overwrite one with other content with --adopt=overwrite.\n\n\
         --hook starts a command before the cut, the moment that the copy shows. It reads \"begin\" from \
         standard input, and prints \"ready\" when the disk may be cut; it reads \"cut\" after that, and \
         \"end\" after the commit (\"failed\" if there is none). If it ends before it is ready, or takes too \
@@ -629,14 +629,24 @@ impl KeepArgs {
     }
 }
 
+/// What an adopted destination may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum AdoptArg {
+    /// A copy of the source.
+    #[value(hide = true)]
+    Copy,
+    /// Anything.
+    Overwrite,
+}
+
 /// How a replica begins where there is a copy already, or where one is missing; and what it keeps of its past.
 #[derive(Debug, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct BeginArgs {
-    /// Take over an existing copy: compare all of it, and overwrite what differs. A file larger than the source is refused
-    /// without --allow-shrink
-    #[arg(long)]
-    pub adopt: bool,
+    /// Take over an existing copy: compare all of it, and overwrite what differs. One of whose data the larger part differs is refused
+    /// without "=overwrite", and a file larger than the source without --allow-shrink
+    #[arg(long, value_name = "overwrite", num_args = 0..=1, require_equals = true, default_missing_value = "copy", hide_possible_values = true)]
+    pub adopt: Option<AdoptArg>,
     /// Accept the source as it is now, although its times show that it is not the content recorded last, but a backup that was put in its
     /// place, for example: compare everything, and overwrite what differs in the replica
     #[arg(long)]
@@ -646,6 +656,18 @@ pub(crate) struct BeginArgs {
     pub create: bool,
     #[command(flatten)]
     pub past: KeepArgs,
+}
+
+impl BeginArgs {
+    /// What is at the destination is taken over.
+    pub(crate) fn adopts(&self) -> bool {
+        self.adopt.is_some()
+    }
+
+    /// Whatever it holds.
+    pub(crate) fn overwrites(&self) -> bool {
+        self.adopt == Some(AdoptArg::Overwrite)
+    }
 }
 
 /// Whether data is compressed.

@@ -532,6 +532,8 @@ mod tests {
             line(&more, &[]).unwrap(),
             format!("{mirror} --compress --adopt --verbose --connections=3")
         );
+        let adopt = format!("{MIRROR}adopt = overwrite\n");
+        assert_eq!(line(&adopt, &[]).unwrap(), format!("{mirror} --adopt=overwrite"));
         let level = format!("{MIRROR}compress = 3\n");
         assert_eq!(line(&level, &[]).unwrap(), format!("{mirror} --compress=3"));
         let serve =
@@ -586,7 +588,7 @@ mod tests {
             &format!("{MIRROR}connections = 1\nlanes = 1\n"),
             "vm.conf:8: lanes is set twice, first in line 7",
         );
-        wrong(&format!("{MIRROR}adopt = 1\n"), "vm.conf:7: invalid value \"1\" for adopt: use yes or no");
+        wrong(&format!("{MIRROR}create = 1\n"), "vm.conf:7: invalid value \"1\" for create: use yes or no");
         wrong(
             &format!("{MIRROR}adopt\n"),
             "vm.conf:7: \"adopt\" has no \"=\": write \"key = value\", and \"key = yes\" for an option without a value",

@@ -29,7 +29,8 @@ const STATUS_EVERY: Duration = Duration::from_secs(1);
 pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) -> Result<MirrorOptions> {
     Ok(MirrorOptions {
         sync: SyncOptions {
-            adopt: args.begin.adopt,
+            adopt: args.begin.adopts(),
+            overwrite: args.begin.overwrites(),
             accept_source: args.begin.accept_source,
             create: args.begin.create,
             compress: args.compress.level,

@@ -24,7 +24,9 @@ const HOOK_LIMIT: Duration = Duration::from_secs(60);
 
 /// What the arguments ask for; `is_far`: one end is on another host.
 pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> Result<SyncOptions, Failure> {
-    if args.begin.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare | MethodArg::Rolling) {
+    if args.begin.adopts()
+        && !matches!(args.method, MethodArg::Auto | MethodArg::Compare | MethodArg::Rolling)
+    {
         return Err(Failure::usage("--adopt compares the copy: omit --method, or use compare or rolling"));
     }
     Ok(SyncOptions {
@@ -41,7 +43,8 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
         digests: args.digests.as_ref().map(|file| (!file.is_empty()).then(|| PathBuf::from(file))),
         unreadable: if args.keep_going { Unreadable::SendAnew } else { Unreadable::Fail },
         dry_run: args.dry_run,
-        adopt: args.begin.adopt,
+        adopt: args.begin.adopts(),
+        overwrite: args.begin.overwrites(),
         shrink: args.open.allow_shrink,
         accept_source: args.begin.accept_source,
         create: args.begin.create,
@@ -148,7 +151,7 @@ fn pull(
 /// Holds an open source against the options.
 fn check(info: &SourceInfo, args: &args::Sync, output: &Output) -> Result<(), SyncError> {
     // With --adopt this one is about the destination, too.
-    let allow_shrink = args.open.allow_shrink && !args.begin.adopt;
+    let allow_shrink = args.open.allow_shrink && !args.begin.adopts();
     let open = SourceArgs { allow_shrink, ..args.open.clone() };
     effect::on_source(info, &open, &args.live.given(), output);
     effect::on_container(info, args.destination.as_deref().unwrap_or_default(), output);

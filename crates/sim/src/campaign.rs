@@ -691,6 +691,7 @@ impl Run {
         };
         let mut options = self.world.options(how);
         options.adopt = self.world.replicas[which].touched && self.world.dice.one_in(2);
+        options.overwrite = options.adopt;
         options.compress = self.world.dice.one_in(8).then_some(1);
         let unread = !self.world.cell.origin.is_live() && self.world.dice.one_in(6);
         if unread {
@@ -737,6 +738,7 @@ impl Run {
         let other = if self.world.dice.one_in(4) { which } else { 1 - which };
         let mut options = self.world.options(None);
         options.adopt = self.world.dice.one_in(4);
+        options.overwrite = options.adopt;
         let (one, two) = (&self.world.replicas[which].name, &self.world.replicas[other].name);
         self.world
             .tell(format!("syncs of {one} and {two} at once{}", if options.adopt { ", adopt" } else { "" }));
@@ -1078,6 +1080,7 @@ impl Run {
             let empty = self.world.content().iter().all(|byte| *byte == 0);
             let may_ask = known.touched || known.adopting || empty;
             options.adopt = may_ask && last.contains("--adopt");
+            options.overwrite = options.adopt;
             if known.tainted {
                 options.method = Some(Method::Compare);
             }

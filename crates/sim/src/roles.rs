@@ -494,6 +494,7 @@ impl Run {
             commit: self.scene.commit.into(),
             way: sync::Way::Far,
             adopt,
+            overwrite: adopt,
             keep: self.scene.keeps.then_some(keep),
             // A member that is synced by itself leaves its group.
             leave: self.scene.group,

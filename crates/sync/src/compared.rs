@@ -1,4 +1,4 @@
-//! Comparing a view with a replica: the far side sends digests, and differences are passed on as they are found.
+//! Comparing a disk with a replica: the far side sends digests, and differences are passed on as they are found.
 
 use std::io;
 use std::ops::Range;
@@ -17,10 +17,12 @@ use crate::messages::{CLAIM, expect};
 use crate::pack::reading;
 use crate::report::Totals;
 
-/// A comparison of a view with a replica.
+/// A comparison of a disk with a replica.
 pub(crate) struct Comparison<'a> {
     pub receiver: &'a Receiver,
-    pub view: &'a Arc<View>,
+    pub disk: Arc<dyn Disk>,
+    /// The disk, if it is a view of which only this reads.
+    pub view: Option<&'a View>,
     pub scope: &'a Scope,
     /// Also pass on what is between differences where these are dense.
     pub fill: bool,
@@ -28,7 +30,7 @@ pub(crate) struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    /// Receives the far side's digests and passes what differs from the view to `found`.
+    /// Receives the far side's digests and passes what differs from the disk to `found`.
     pub(crate) fn run(
         &self,
         mut found: impl FnMut(Finding<'_>) -> Result<(), SyncError>,
@@ -50,13 +52,12 @@ impl Comparison<'_> {
         };
         totals.expect(scope.bytes());
         let mut seen = RangeCounter { ranges: &scope.ranges, before: 0 };
-        let disk: Arc<dyn Disk> = view.clone();
         let widen = |blocks: &Bitmap| {
             if self.fill {
                 fill_dense(blocks);
             }
         };
-        let compared = compare::differences(&disk, scope, widen, hear, |finding| {
+        let compared = compare::differences(&self.disk, scope, widen, hear, |finding| {
             let upto = match finding {
                 Finding::Upto(upto, read) => {
                     totals.read.fetch_add(read, Relaxed);
@@ -70,7 +71,7 @@ impl Comparison<'_> {
             })?;
             if let Some(upto) = upto {
                 // What was read is in memory: the writers need not save it any more.
-                view.taken(upto);
+                view.iter().for_each(|view| view.taken(upto));
                 totals.progress(seen.below(upto));
             }
             Ok(())
@@ -88,7 +89,7 @@ impl Comparison<'_> {
             }
         })?;
         // The last chance to notice that the data read mixes several moments.
-        view.verify().map_err(reading)
+        view.map_or(Ok(()), View::verify).map_err(reading)
     }
 }
 

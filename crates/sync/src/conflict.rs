@@ -87,6 +87,21 @@ pub enum Conflict {
         /// The size of the source in bytes.
         size: u64,
     },
+    /// What is to be adopted is not a copy of the source.
+    #[error(
+        "{} of the {} of data in {} differ from source {}: it may be the wrong destination. Nothing was changed. If what it holds can be \
+         lost, pass --adopt=overwrite", device::human_size(*differing), device::human_size(*held), replica.display(), path.display()
+    )]
+    Unlike {
+        /// What is to be adopted.
+        replica: PathBuf,
+        /// Bytes of its blocks that are not zeroes.
+        held: u64,
+        /// Those of blocks that differ.
+        differing: u64,
+        /// The source.
+        path: PathBuf,
+    },
     /// `tracked` was demanded, and there is no replica yet.
     #[error("no replica at {} yet: run the first sync without --method tracked", .0.display())]
     NoReplica(PathBuf),

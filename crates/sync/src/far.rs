@@ -479,7 +479,7 @@ impl ReplicaEnd<'_> {
     }
 
     /// Sends the digests of the replica's blocks.
-    fn answer(
+    pub(crate) fn answer(
         &self,
         disk: &Arc<dyn Disk>,
         scope: &Scope,

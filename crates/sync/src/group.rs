@@ -174,6 +174,9 @@ impl<'a> GroupSession<'a> {
             self.statuses.push(newest_known(handle, Status::hear(self.receiver)?)?);
         }
         let choices = self.choose_all()?;
+        if !self.options.dry_run {
+            self.refuse_unlike(&choices)?;
+        }
         self.accounts.iter().for_each(Account::opened);
         let mut done = GroupSummary {
             kind: "group",
@@ -276,6 +279,15 @@ impl<'a> GroupSession<'a> {
             }
         }
         Ok(choices)
+    }
+
+    /// Refuses all members for one that is not a copy of its source, before anything is sent to any.
+    fn refuse_unlike(&self, choices: &[Choice]) -> Result<(), SyncError> {
+        for (at, ((handle, status, _), choice)) in self.each().zip(choices).enumerate() {
+            let refused = self.transfer(at, true).refuse_unlike(handle, choice, status);
+            refused.map_err(|error| of_member(handle, error))?;
+        }
+        Ok(())
     }
 
     fn estimate_all(&self, choices: Vec<Choice>) -> Result<Vec<Summary>, SyncError> {

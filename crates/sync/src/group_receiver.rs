@@ -184,6 +184,11 @@ impl ReplicaEnd<'_> {
             else {
                 return Err(nonsense("a member of the group"));
             };
+            if let (Some(scope), true, false) = (&plan.compare, plan.looks_first, plan.delta) {
+                self.answer(&replica.content()?, scope, None).map_err(SyncError::of_replica)?;
+                say_status(self.sender, replica, open.commit)?;
+                continue;
+            }
             if !plan.delta || plan.mirror.is_some() || plan.release.is_some() {
                 return Err(nonsense("what is to be done with a member of a group"));
             }

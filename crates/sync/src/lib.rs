@@ -78,6 +78,7 @@ mod site;
 #[cfg(test)]
 mod tests;
 mod transfer;
+mod unlike;
 mod verify;
 
 pub use account::count_failure;

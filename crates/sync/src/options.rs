@@ -26,6 +26,9 @@ pub struct SyncOptions {
     pub dry_run: bool,
     /// Take over a file or device that is not a replica of this source, after comparing all of it.
     pub adopt: bool,
+    /// Adopt it also if most of what it holds differs from the source.
+    #[serde(default)]
+    pub overwrite: bool,
     /// Adopt also a file that is larger than the source, and cut off what it has beyond.
     pub shrink: bool,
     /// The source is what it holds now, also if that is not what its record ends with.

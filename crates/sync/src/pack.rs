@@ -161,7 +161,9 @@ impl<'a> DeltaSender<'a> {
                 self.packer.zero(range.clone())
             }
             Finding::Between { offset, data } => self.packer.data(*offset, data),
-            Finding::Unreadable(_) | Finding::UnreadableThere(_) | Finding::Upto(..) => None,
+            Finding::Unreadable(_) | Finding::UnreadableThere(_) | Finding::Held(_) | Finding::Upto(..) => {
+                None
+            }
         };
         full.map_or(Ok(()), |frame| self.frame(frame))
     }

@@ -102,6 +102,7 @@ pub(crate) fn bring(
         estimate(handle, choice, &status, options, &mut summary)?;
         return Ok(summary);
     }
+    transfer.refuse_unlike(handle, &choice, &status)?;
     begun();
     let is_first = status.replica.epoch.is_none();
     let bookmark = bookmark(name, &status, &options.way);

@@ -295,7 +295,8 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
         while let Ok(Some(_)) = receiver.recv() {}
     });
     // What it holds is of no history that the source knows.
-    let options = SyncOptions { method: Some(Method::Rolling), adopt: true, ..SyncOptions::default() };
+    let method = Some(Method::Rolling);
+    let options = SyncOptions { method, adopt: true, overwrite: true, ..SyncOptions::default() };
     let pushed = push(&handle, here, &PathBuf::from("/replica"), "/replica", &options, &|_, _| {});
     far.join().unwrap();
     let error = pushed.unwrap_err().to_string();

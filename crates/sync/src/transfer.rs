@@ -99,8 +99,14 @@ impl Transfer<'_> {
         let mut sending = DeltaSender::begin(self.sender, &plan.header, self.packing(plan), &self.totals)?;
         let mut end = 0;
         let fill = self.options.fills() && !plan.pass;
-        let comparison =
-            Comparison { receiver: self.receiver, view, scope: &scope, fill, totals: &self.totals };
+        let comparison = Comparison {
+            receiver: self.receiver,
+            disk: view.clone(),
+            view: Some(view),
+            scope: &scope,
+            fill,
+            totals: &self.totals,
+        };
         comparison.run(|finding| match finding {
             Finding::Unreadable(range) if unreadable == Unreadable::LeaveOut => {
                 self.totals.left_out(&range);

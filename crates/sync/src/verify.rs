@@ -415,7 +415,8 @@ impl<'a> Proof<'a> {
     }
 
     fn comparison<'c>(&'c self, receiver: &'c Receiver, totals: &'c Totals<'c>) -> Comparison<'c> {
-        Comparison { receiver, view: &self.view, scope: &self.scope, fill: false, totals }
+        let (disk, view) = (self.view.clone(), Some(&*self.view));
+        Comparison { receiver, disk, view, scope: &self.scope, fill: false, totals }
     }
 
     /// Notes what differs.
@@ -621,7 +622,7 @@ fn note(verified: &mut Verified, finding: &Finding<'_>, since: &Bitmap, block: u
         Finding::Zero(range) => (range.clone(), &mut verified.differing),
         Finding::Unreadable(range) => (range.clone(), &mut verified.unreadable),
         Finding::UnreadableThere(range) => return verified.unreadable_there.add(range),
-        Finding::Between { .. } | Finding::Upto(..) => return,
+        Finding::Between { .. } | Finding::Held(_) | Finding::Upto(..) => return,
     };
     unmarked(since, &range, block, |part| list.add(&part));
 }

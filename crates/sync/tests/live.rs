@@ -446,7 +446,8 @@ fn a_replica_of_another_source_is_taken_over() {
         sync(&other.attach("state"), &copy, &options(FreezeMode::Auto)).unwrap();
         let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
         assert!(refused.contains("--adopt"), "{refused}");
-        let adopt = SyncOptions { adopt: true, shrink: true, commit, ..options(FreezeMode::Auto) };
+        let adopt =
+            SyncOptions { adopt: true, overwrite: true, shrink: true, commit, ..options(FreezeMode::Auto) };
         let summary = writing(&scene, 300, Duration::from_millis(60), || {
             for _ in 0..20 {
                 match scene.sync(&adopt) {

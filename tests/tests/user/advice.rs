@@ -286,7 +286,7 @@ fn check(site: &Site) -> Run {
 #[test]
 fn a_larger_file_is_not_cut_to_be_adopted_unless_that_is_asked_for() {
     let mut scene = Scene::new("a larger file", 4 * MIB);
-    let adopt = ["--adopt", "--allow-shrink"];
+    let adopt = ["--adopt=overwrite", "--allow-shrink"];
     let larger = scene.random.bytes(6 << 20);
     std::fs::write(&scene.replica, &larger).expect("another disk");
     scene.sync(&adopt[..1]).code(4).says(&[

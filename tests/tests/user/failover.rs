@@ -507,9 +507,9 @@ fn a_source_is_never_adopted_repaired_or_merged_into() {
     far.run(&["demote", "--discard", "--since", &since]).ok();
     assert_eq!(summary(near.sync(&far, &[]))["method"], "tracked");
     equal(&near, &far);
-    other.sync(&far, &["--adopt"]).ok();
+    other.sync(&far, &["--adopt=overwrite"]).ok();
     equal(&other, &far);
-    other.sync(&near, &["--adopt"]).ok();
+    other.sync(&near, &["--adopt=overwrite"]).ok();
     equal(&other, &near);
 }
 

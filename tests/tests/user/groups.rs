@@ -455,6 +455,11 @@ fn what_refuses_one_refuses_all_before_anything_is_changed() {
     let told = advised(&two, &alone, "sync --group db ").code(4);
     advised(&two, &told, "sync --group db --adopt ").ok();
     two.equal();
+    // One member is no copy at all: nothing is sent to the other either.
+    image::scribble(&log, 0, SIZE, &mut two.random);
+    refused(&two, &["--adopt"], &["log.raw", "wrong destination", "--adopt=overwrite"]);
+    two.sync(&["--adopt=overwrite"]).ok();
+    two.equal();
     // Bad usage.
     two.sync(&["--commit", "in-place"]).code(2);
     two.sync(&["--method", "rolling"]).code(2);

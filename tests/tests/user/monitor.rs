@@ -132,7 +132,7 @@ fn attempts_that_fail_and_a_replica_that_differs_are_reported() {
 
     // Taken over by another source, while nothing is written to this one.
     let other = scene.site.image("other.raw", 8 * MIB);
-    scene.site.sync(&other, &scene.replica, &["--adopt"]).ok();
+    scene.site.sync(&other, &scene.replica, &["--adopt=overwrite"]).ok();
     assert_eq!(problems(&scene.site, &["vm"]), ["taken-over"]);
     let shown = scene.site.dsync(["status"]).arg(&scene.replica).ok().text();
     assert!(shown.contains(&format!("it was a replica of {}", scene.image.display())), "{shown}");
@@ -140,7 +140,7 @@ fn attempts_that_fail_and_a_replica_that_differs_are_reported() {
     scene.sync(&[]).code(4);
     let shown = scene.site.dsync(["status", "vm"]).ok().text();
     assert!(shown.contains("the last attempt failed on"), "{shown}");
-    scene.sync(&["--adopt"]).ok();
+    scene.sync(&["--adopt=overwrite"]).ok();
     assert_eq!(problems(&scene.site, &["vm"]), none());
 }
 

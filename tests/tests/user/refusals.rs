@@ -158,6 +158,65 @@ fn places_where_nothing_can_be_written() {
     output.says(&["/proc/state"]);
 }
 
+/// What is no copy of the source is left as it was, however it would be written to, until its user says that it may go.
+#[test]
+fn what_holds_other_content_is_not_adopted_without_a_word() {
+    let mut scene = Scene::new("other content", 8 * MIB);
+    let ways: [&[&str]; 4] =
+        [&[], &["--commit", "in-place"], &["--method", "rolling"], &["--keep-last", "3"]];
+    for (round, options) in ways.into_iter().enumerate() {
+        let replica = scene.site.path(&format!("foreign-{round}/vm.raw"));
+        std::fs::create_dir_all(replica.parent().expect("a folder")).expect("a folder");
+        image::sparse(&replica, 8 * MIB);
+        image::scribble(&replica, MIB, 3 * MIB, &mut scene.random);
+        let sync = |adopt: &str| scene.site.sync(&scene.image, &replica, &[options, &[adopt]].concat());
+        let before = fingerprints(&replica);
+        let words =
+            ["3.00 MiB of the 3.00 MiB", "wrong destination", "Nothing was changed", "--adopt=overwrite"];
+        for _ in 0..2 {
+            sync("--adopt").code(4).says(&words);
+            assert_eq!(before, fingerprints(&replica), "{options:?}");
+        }
+        scene.site.sync(&scene.image, &replica, options).code(4).says(&["not a dsync replica"]);
+        sync("--adopt=overwrite").ok();
+        image::assert_equal(&scene.image, &replica);
+    }
+    // One that is being mirrored to, and a disk that is restored from its replica.
+    let other = scene.site.path("other.raw");
+    image::random(&other, 8 * MIB, &mut scene.random);
+    let mirror = scene.site.dsync(["mirror", "--adopt"]).arg(&scene.image).arg(&other);
+    mirror.code(4).says(&["wrong destination", "--adopt=overwrite"]);
+    scene.site.sync(&scene.image, &scene.replica, &[]).ok();
+    scene.stop();
+    let restored = |adopt: &str| scene.site.sync(&scene.replica, &other, &[adopt]);
+    restored("--adopt").code(4).says(&["wrong destination"]);
+    restored("--adopt=overwrite").ok();
+    image::assert_equal(&scene.image, &other);
+}
+
+#[test]
+fn a_device_with_other_content_is_not_adopted_without_a_word() {
+    let what = "adopting a device";
+    if !need(&["losetup"], what) || !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 8 * MIB);
+    let disk = scene.site.path("disk.img");
+    image::random(&disk, 16 * MIB, &mut scene.random);
+    let Some(device) = Loop::new(&disk) else { return skipped(what, "there are no loop devices here") };
+    let sync = |scene: &Scene, options: &[&str]| scene.site.sync(&scene.image, device.device(), options);
+    let before = std::fs::read(device.device()).expect("the device");
+    for commit in ["journal", "in-place"] {
+        sync(&scene, &["--commit", commit, "--adopt"])
+            .code(4)
+            .says(&["wrong destination", "--adopt=overwrite"]);
+        assert!(before == std::fs::read(device.device()).expect("the device"), "{commit}: it was written to");
+    }
+    sync(&scene, &["--adopt=overwrite"]).ok();
+    scene.change(3);
+    assert_eq!(sync(&scene, &[]).ok().summary()["method"], "tracked");
+}
+
 #[test]
 fn a_replica_that_others_changed() {
     let mut scene = Scene::synced("changed replica", 8 * MIB);

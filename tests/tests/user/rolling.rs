@@ -262,7 +262,13 @@ fn a_device_and_a_copy_carried_by_hand() {
     let carried = plain.site.path("carried.sql");
     image::copy(&plain.source, &carried);
     plain.edit(|bytes, random| drop(bytes.splice(0..0, random.bytes(9000))));
-    let options = ["--method", "rolling", "--adopt"];
+    // At its place nothing is as it was.
+    plain
+        .site
+        .sync(&plain.source, &carried, &["--method", "rolling", "--adopt"])
+        .code(4)
+        .says(&["=overwrite"]);
+    let options = ["--method", "rolling", "--adopt=overwrite"];
     let summary = plain.site.sync(&plain.source, &carried, &options).ok().summary();
     assert!(number(&summary, "bytes_sent") < 100_000, "{summary}");
     image::assert_equal(&plain.source, &carried);
@@ -278,7 +284,7 @@ fn a_device_and_a_copy_carried_by_hand() {
     };
     let to = |plain: &Plain, options: &[&str]| plain.site.sync(&plain.source, device.device(), options).ok();
     // It is not blank.
-    to(&plain, &["--adopt"]);
+    to(&plain, &["--adopt=overwrite"]);
     for commit in ["journal", "in-place"] {
         // It grows over what a device held before.
         let size = plain.edit(|bytes, random| drop(bytes.splice(7..7, random.bytes(600_001))));
