@@ -73,5 +73,5 @@ pub use sharing::Sharing;
 pub use storage::Storage;
 pub use sys::local_minute;
 pub use threads::ThreadQueue;
-pub use usage::{Mount, file_system, free_space, hidden_mount, in_use, may_change, mounts_on};
+pub use usage::{Mount, file_system, free_space, hidden_mount, in_use, may_change, mounted_at, mounts_on};
 pub use written::{WriteWatch, Written};

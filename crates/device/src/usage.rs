@@ -255,6 +255,12 @@ fn mounts_listed(path: &Path) -> std::io::Result<Vec<Mounted>> {
     Ok(table.split(|b| *b == b'\n').filter_map(line).collect())
 }
 
+/// The block device whose file system is mounted at a folder. `None` for other folders, and where the kernel names none.
+pub fn mounted_at(folder: &Path) -> Option<PathBuf> {
+    let last = mount_table().ok()?.into_iter().rev().find(|mount| mount.place == folder)?;
+    last.source.filter(|source| std::fs::metadata(source).is_ok_and(|m| m.file_type().is_block_device()))
+}
+
 fn mounted(devices: &[u64], counts: impl Fn(&Mounted) -> bool) -> Option<String> {
     let mount = mount_table().ok()?.into_iter().find(|m| m.is_on(devices) && counts(m))?;
     Some(format!("mounted on {}", mount.place.display()))

@@ -192,7 +192,9 @@ impl SourceStatus {
     pub(crate) fn read(place: &Path, about: About) -> Result<(SourceStatus, History)> {
         let folder = device::Dir::existing(place)?;
         let (history, bookmarks) = read_both(&folder)?;
-        let size = device::identity(&about.path).ok().map(|i| i.size);
+        // A device without a byte has no disk, as a loop device that is detached.
+        let found = device::identity(&about.path).ok().filter(|found| !found.is_block() || found.size > 0);
+        let size = found.map(|found| found.size);
         let served = match Client::connect(place)? {
             Some(client) => Some(client.status()?),
             None => None,
@@ -334,6 +336,9 @@ pub(crate) fn missing(status: &SourceStatus) -> String {
         Some(_) => {
             format!("{path} was moved or deleted while it is served: name its new path to \"dsync sync\"")
         }
+        None if status.path.exists() => format!(
+            "{path} has no disk: attach it, or the file behind a loop device; if it is gone for good: dsync forget {path}"
+        ),
         None => format!(
             "{path} does not exist: mount its file system or attach its disk; if it was moved, name its new path to \"dsync \
              sync\"; if it is gone for good: dsync forget {path}"
@@ -365,7 +370,11 @@ pub(crate) fn first_copy(tally: &Tally) -> String {
 }
 
 fn say(status: &SourceStatus, output: &Output) {
-    let size = status.size.map_or_else(|| "not at this path".to_owned(), units::size);
+    let size = match status.size {
+        Some(size) => units::size(size),
+        None if status.path.exists() => "detached".to_owned(),
+        None => "not at this path".to_owned(),
+    };
     output.say(&format!(
         "source {} ({size}, blocks of {}), id {}",
         status.path.display(),

@@ -28,6 +28,9 @@ struct TrackerStatus {
 
 /// Starts or stops tracking a disk; saves and restores its record.
 pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
+    if let TrackAction::Add { device, .. } = &args.action {
+        refuse_folder(device)?;
+    }
     let joins = match &args.action {
         TrackAction::Add { device, group: Some(group), .. } => Some((device, group)),
         _ => None,
@@ -41,6 +44,18 @@ pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()>
     act(args, state, output)?;
     // Another name is of the disk that dm-track has made.
     joins.map_or(Ok(()), |(device, group)| join(device, group, state, output))
+}
+
+/// Names the disk whose mount point was given in its place.
+fn refuse_folder(place: &Path) -> Result<(), Failure> {
+    let folder = std::fs::canonicalize(place).ok().filter(|place| place.is_dir());
+    folder.and_then(|folder| device::mounted_at(&folder)).map_or(Ok(()), |disk| {
+        Err(Failure::refused(format!(
+            "{} is a directory, on which {disk} is mounted: run \"dsync track add {disk}\"",
+            place.display(),
+            disk = disk.display()
+        )))
+    })
 }
 
 /// Takes a tracked disk into a group.

@@ -152,6 +152,12 @@ impl Live {
     pub fn open(state: &StateDir, path: &Path, tracker: Box<dyn Tracker>) -> Result<Live, SourceError> {
         let path = std::fs::canonicalize(path).map_err(SourceError::state("find", path))?;
         let identity = device::identity(&path)?;
+        if identity.size == 0 {
+            return Err(SourceError::Refused(format!(
+                "{0} has no disk: attach it, or the file behind a loop device, and run \"dsync track remove {0}\" and \"dsync track add {0}\"",
+                path.display()
+            )));
+        }
         let minting = state.lock()?;
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);

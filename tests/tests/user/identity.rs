@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use dsync_tests::far::Far;
 use dsync_tests::mount::{Loop, Mount};
-use dsync_tests::{Run, Scene, Site, image, need, need_root, skipped};
+use dsync_tests::tracked::Untrack;
+use dsync_tests::{Run, Scene, Site, got, image, need, need_root, skipped, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -540,4 +541,88 @@ fn a_write_after_a_replica_was_attached_anew_is_noticed() {
     recover(disk.device()).code(4).says(&["was written to"]);
     scene.change(3);
     sync(&scene, disk.device(), &[]).code(4).says(&["was written to", "--adopt"]);
+}
+
+/// Deletes the partitions of a disk and makes them again, until the first one is another device under its name.
+fn made_anew(disk: &Path, first: &Path) {
+    use std::os::unix::fs::MetadataExt;
+    let number = || std::fs::metadata(first).expect("a partition").rdev();
+    let before = number();
+    for _ in 0..100 {
+        Run::new("partx").arg("--delete").arg(disk).ok();
+        // Who comes first gets the number that has become free.
+        for one in ["2", "1"] {
+            Run::new("partx").args(["--add", "--nr", one]).arg(disk).ok();
+        }
+        if number() != before {
+            return;
+        }
+    }
+    panic!("{} has the number that it had", first.display());
+}
+
+#[test]
+fn a_partition_that_was_made_anew_is_not_the_one_that_was_tracked() {
+    let what = "a tracked partition that is made anew";
+    if !need_root(what) || !need(&["losetup", "sfdisk", "partx"], what) {
+        return;
+    }
+    let (site, node) = (Site::new(), Node::new());
+    let image = site.image("disk.raw", 64 * MIB);
+    Run::new("sfdisk").arg("-q").arg(&image).input("label: dos\n,20M\n,20M\n").ok();
+    let Some(disk) = node.attach(&image) else { return skipped(what, "no loop device of a name") };
+    Run::new("partx").arg("--add").arg(disk.device()).output();
+    let (first, copy) = (PathBuf::from(format!("{}p1", disk.device().display())), site.path("copy.raw"));
+    let track = |what: &str| site.dsync(["track", what]).arg(&first);
+    let added = track("add").output();
+    if !got(if added.status.success() { Ok(()) } else { Err(added.stderr) }, what) {
+        return;
+    }
+    let _untrack = Untrack(&site, &first);
+    site.sync(&first, &copy, &[]).ok();
+    made_anew(disk.device(), &first);
+    let gone = ["is gone, and another one is in its place", "dsync track remove", "dsync track add"];
+    let status = site.dsync(["status"]).arg(&first).ok();
+    assert!(gone.iter().all(|word| status.text().contains(word)), "{status}");
+    assert!(!status.text().contains("only root"), "{status}");
+    track("add").code(4).says(&gone);
+    site.sync(&first, &copy, &[]).code(4).says(&gone);
+    // The way out leaves one tracker.
+    track("remove").ok();
+    track("remove").code(4).says(&["is not tracked"]);
+    track("add").ok();
+    site.sync(&first, &copy, &[]).ok();
+    assert_same(&first, &copy);
+}
+
+#[test]
+fn a_loop_device_without_its_file_is_told_to_be_detached() {
+    let what = "a tracked loop device that is detached";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let (site, node) = (Site::new(), Node::new());
+    let [image, other] = ["one.raw", "other.raw"].map(|name| site.image(name, 4 * MIB));
+    let Some(disk) = node.attach(&image) else { return skipped(what, "no loop device of a name") };
+    let (device, copy) = (disk.device().to_path_buf(), site.path("copy.raw"));
+    let track = |what: &str| site.dsync(["track", what]).arg(&device);
+    let added = track("add").output();
+    if !got(if added.status.success() { Ok(()) } else { Err(added.stderr) }, what) {
+        return;
+    }
+    let _untrack = Untrack(&site, &device);
+    site.sync(&device, &copy, &[]).ok();
+    drop(disk);
+    let backing = Path::new("/sys/block").join(device.file_name().expect("a name")).join("loop/backing_file");
+    until("it is detached", || !backing.exists());
+    let status = || site.dsync(["status"]).arg(&device).ok().text();
+    let told = status();
+    assert!(told.contains("the loop device is detached") && told.contains("(detached, blocks of"), "{told}");
+    assert!(!told.contains("(0 B"), "{told}");
+    site.sync(&device, &copy, &[]).code(4).says(&["has no disk", "attach"]);
+    let _disk = node.attach(&other).expect("a loop device");
+    let told = status();
+    assert!(told.contains("was detached, and is attached to") && told.contains("other.raw"), "{told}");
+    // It is another disk.
+    site.sync(&device, &copy, &[]).code(4).says(&["is a copy of another source"]);
 }

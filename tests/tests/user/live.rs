@@ -417,6 +417,13 @@ fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     assert!(!asked.contains("remove") && !asked.contains("no longer"), "{asked}");
 }
 
+#[test]
+fn a_mount_point_is_answered_with_its_disk() {
+    let Some(tracked) = Tracked::new("a mount point to be tracked", 64 * MIB) else { return };
+    let refused = tracked.site.dsync(["track", "add"]).arg(&tracked.place).code(4);
+    refused.says(&[&format!("run \"dsync track add {}\"", tracked.device().display())]);
+}
+
 /// What the passes of a first copy write is written by it, and what goes on with one that was interrupted is a first copy.
 #[test]
 fn a_first_copy_says_what_it_wrote() {

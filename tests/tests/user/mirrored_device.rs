@@ -89,7 +89,8 @@ fn write(path: &Path, at: u64) {
 }
 
 fn mirror(scene: &Scene, disk: &Disk) -> Background {
-    let run = scene.site.dsync(["mirror", "--json", "-v", "--adopt"]).arg(&scene.image).arg(&disk.place);
+    let run =
+        scene.site.dsync(["mirror", "--json", "-v", "--adopt=overwrite"]).arg(&scene.image).arg(&disk.place);
     let mut running = run.start();
     running.wait_to_say(MIRRORING);
     running
@@ -199,7 +200,7 @@ fn a_mirror_to_a_device_is_killed_while_it_writes() {
             recover(&scene, &disk).ok();
         }
     }
-    let options = ["--adopt"];
+    let options = ["--adopt=overwrite"];
     scene.site.sync(&scene.image, &disk.place, &options).ok();
     assert!(is_equal(&scene, &disk));
 }

@@ -347,7 +347,7 @@ fn devices_that_are_mounted_looped_or_too_small() {
         from().ok();
     }
     // Unmounted it will do.
-    to(&scene, fitting.device(), &["--adopt"]).ok();
+    to(&scene, fitting.device(), &["--adopt=overwrite"]).ok();
     scene.change(20);
     to(&scene, fitting.device(), &[]).ok();
     drop(fitting);

@@ -66,6 +66,14 @@ impl BlockDevice {
         }
     }
 
+    /// The file behind a loop device, or a partition of one; empty if it is detached. `None` for any other disk.
+    pub(super) fn backing_file(&self) -> Option<String> {
+        let disk = self.whole_disk();
+        let is_loop = disk.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"loop"));
+        let file = || std::fs::read_to_string(disk.join("loop/backing_file")).unwrap_or_default();
+        is_loop.then(|| file().trim_end().to_owned())
+    }
+
     /// True for zoned disks, whose zones change by operations of their own.
     pub(super) fn is_zoned(&self) -> bool {
         std::fs::read_to_string(self.whole_disk().join("queue/zoned")).is_ok_and(|z| z.trim() != "none")

@@ -72,15 +72,23 @@ fn check_owner(place: &Path) -> Result<(), TrackError> {
 /// # Errors
 /// `Unable` if the machine or the device does not support it, `Refused` if it is tracked already.
 pub fn add(device: &Path, block_size: Option<u32>) -> Result<Box<dyn Tracker>, TrackError> {
-    Ok(Box::new(load::begin(&BlockDevice::at(device)?, block_size, BEGAN)?))
+    let disk = BlockDevice::at(device)?;
+    match folder(&disk.number).exists() || left_behind(&disk.path)?.is_none() {
+        true => Ok(Box::new(load::begin(&disk, block_size, BEGAN)?)),
+        // A second one beside it would leave that to be found by nobody.
+        false => Err(BrokenTracker::of_gone(disk.path, disk.size).error()),
+    }
 }
 
 /// Stops tracking a device, and drops its record. False if it was not tracked.
 pub fn remove(device: &Path) -> Result<bool, TrackError> {
-    let number = match device::identity(device) {
-        Ok(identity) => Some(BlockDevice::of(&identity)?.number),
-        // A disk that is gone is found by its former path.
-        Err(_) => pinned()?.into_iter().find(|(_, path)| path == device).map(|(number, _)| number),
+    let (path, own) = match device::identity(device) {
+        Ok(identity) => (identity.path.clone(), Some(BlockDevice::of(&identity)?.number)),
+        Err(_) => (device.to_path_buf(), None),
+    };
+    let number = match own.filter(|number| folder(number).exists()) {
+        None => left_behind(&path)?,
+        own => own,
     };
     let Some(place) = number.map(|number| folder(&number)) else { return Ok(false) };
     match load::unpin(&place) {
@@ -99,6 +107,10 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
     let place = folder(&format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev)));
     match place.try_exists() {
         Ok(true) => {}
+        // Pins that are not safe are not believed.
+        _ if left_behind(&identity.path).is_ok_and(|number| number.is_some()) => {
+            return Ok(Some(Box::new(BrokenTracker::of_gone(identity.path, identity.size))));
+        }
         _ => return Ok(None),
     }
     Ok(Some(match BpfTracker::open(&place, &identity.path) {
@@ -116,6 +128,11 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
 /// The tracked devices, by their paths when tracking began.
 pub(crate) fn list() -> Result<Vec<PathBuf>, TrackError> {
     Ok(pinned()?.into_iter().map(|(_, path)| path).collect())
+}
+
+/// The number of a disk that was tracked under a path, where another disk is by now, or none.
+fn left_behind(path: &Path) -> Result<Option<String>, TrackError> {
+    Ok(pinned()?.into_iter().find(|(_, tracked)| tracked == path).map(|(number, _)| number))
 }
 
 /// Number and path of what is tracked.
@@ -278,7 +295,13 @@ impl BpfTracker {
             return said("the device no longer exists");
         };
         if now.diskseq != notes.diskseq || folder(&now.number) != self.place {
-            return said("another disk now has the name of the device");
+            return match now.backing_file().as_deref() {
+                Some("") => said("the loop device is detached"),
+                Some(file) => {
+                    said(&format!("the loop device was detached, and is attached to {file} by now"))
+                }
+                None => said("another disk now has the name of the device"),
+            };
         }
         if now.size != notes.size || now.first_sector != notes.first_sector {
             return said("the device was resized or moved");
@@ -399,7 +422,7 @@ impl Tracker for BpfTracker {
     }
 }
 
-/// What is left of a tracker some of whose pins are gone.
+/// What is left of a tracker some of whose pins are gone, or whose disk is.
 struct BrokenTracker {
     device: PathBuf,
     size: u64,
@@ -407,6 +430,12 @@ struct BrokenTracker {
 }
 
 impl BrokenTracker {
+    /// Of a disk or partition that is gone; what has its path now has this size.
+    fn of_gone(device: PathBuf, size: u64) -> BrokenTracker {
+        let why = "the disk or partition that was tracked is gone, and another one is in its place".into();
+        BrokenTracker { device, size, why }
+    }
+
     fn error(&self) -> TrackError {
         TrackError::Refused(format!(
             "the tracker of {0} is broken ({1}): run \"dsync track remove {0}\" and \"dsync track add {0}\"",
