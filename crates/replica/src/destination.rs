@@ -56,6 +56,10 @@ pub trait Destination: Send {
     fn glance(&self) -> io::Result<Option<Stamp>> {
         Ok(self.stamp(Name::Final)?.map(Stamp::glance))
     }
+    /// True if whatever writes to it moves the time of its content.
+    fn times_writes(&self) -> bool {
+        false
+    }
     /// Makes the destination durable with its times, and returns a stamp which no later change can bear.
     fn settle(&self) -> io::Result<Stamp>;
     /// Opens for reading and writing.
@@ -177,6 +181,15 @@ impl Destination for FileDestination {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         }
+    }
+
+    fn times_writes(&self) -> bool {
+        // Memory's file systems write nothing back, so that only the first store to a mapped page is noticed.
+        const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
+        let kind = || -> rustix::io::Result<i64> {
+            Ok(rustix::fs::fstatfs(self.folder.held())?.f_type as i64 & 0xffff_ffff)
+        };
+        kind().is_ok_and(|kind| !IN_MEMORY.contains(&kind))
     }
 
     fn settle(&self) -> io::Result<Stamp> {

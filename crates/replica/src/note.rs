@@ -84,6 +84,14 @@ impl Stamp {
         counted && self.differs(now).is_none()
     }
 
+    /// True if others have changed the owner, mode, name or links of a file alone, as a write moves the time of its content too. Not where
+    /// times are coarse: of two writes within one step, the second moves nothing.
+    pub(crate) fn differs_in_attributes(&self, now: &Stamp) -> bool {
+        let same = (self.inode, self.size, self.written) == (now.inode, now.size, now.written);
+        let fine = self.written.is_some_and(|written| device::grain(written) == 1);
+        same && fine && self.inode != 0 && self.changed < now.changed
+    }
+
     /// In what way a destination is not as it was left; `None` if nothing tells.
     pub(crate) fn differs(&self, now: &Stamp) -> Option<&'static str> {
         let medium = self.medium.as_ref().zip(now.medium.as_ref()).and_then(|(was, now)| was.differs(now));

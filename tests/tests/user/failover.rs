@@ -1357,12 +1357,16 @@ fn every_refusal_leads_out() {
 /// A demoted disk that nobody has taken over from was touched: it is led back, and not to a repair from a source that is not there.
 #[test]
 fn a_former_source_that_was_touched_is_led_out() {
-    use std::os::unix::fs::PermissionsExt;
     let mut random = Random::new("a former source that was touched");
     let (near, far) = pair(8 * MIB, &mut random);
     near.run(&["demote"]).ok();
     refused([&near, &far], near.towards(&far, &["mirror"]), &["was demoted on", "dsync promote"]);
-    std::fs::set_permissions(&near.disk, std::fs::Permissions::from_mode(0o640)).expect("a chmod");
+    // As "cp -a" brings it back.
+    let (copy, known) = (near.site.path("copied.raw"), std::fs::metadata(&near.disk).expect("the disk"));
+    image::copy(&near.disk, &copy);
+    let copied = std::fs::File::options().write(true).open(&copy).expect("the copy");
+    copied.set_modified(known.modified().expect("a time")).expect("its time");
+    std::fs::rename(&copy, &near.disk).expect("a restore");
     let accept = format!("dsync recover --accept {}", near.disk.display());
     let words = ["was the source until it was demoted", "dsync forget", "sync --adopt", &accept];
     refused([&near, &far], near.run(&["promote", "--force"]), &words);

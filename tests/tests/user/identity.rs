@@ -400,7 +400,7 @@ fn a_replica_that_is_away_is_not_made_anew() {
         scene.site.dsync(["merge"]).arg(&place).input(delta.clone()).code(4).says(&["gone", "dsync forget"]);
         scene.change(5);
         std::fs::rename(scene.site.path("kept"), &place).expect("a file");
-        run(&scene, &[]).code(4).says(&["--adopt"]);
+        assert_eq!(run(&scene, &[]).ok().summary()["method"], "tracked");
         std::fs::remove_file(&place).expect("a file");
         assert_eq!(run(&scene, &["--create"]).ok().summary()["method"], "copy");
         image::assert_equal(&scene.image, &place);

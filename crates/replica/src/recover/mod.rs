@@ -220,7 +220,18 @@ impl Replica {
             None if unknown => Content::Unknown,
             None => {
                 self.set_left(Some(now.clone().glance()));
-                if self.has_note()? { Content::Reserved } else { self.proven() }
+                match self.has_note()? {
+                    true => Content::Reserved,
+                    false if self.differs_in_attributes(now) => {
+                        self.tell(format!(
+                            "the owner, mode, name or links of {} were changed outside dsync; its content is as old as it was left, and is \
+                             taken for what it was",
+                            self.path().display()
+                        ));
+                        Content::Reserved
+                    }
+                    false => self.proven(),
+                }
             }
         };
         Ok(())
@@ -248,9 +259,17 @@ impl Replica {
             _ if in_place || self.has_note()? => self.since_own_writes(now, &[]),
             _ => match before.and_then(|before| before.differs(now)) {
                 None => self.since_attached(now),
+                Some(_) if self.differs_in_attributes(now) => Ok(None),
                 differs => Ok(differs),
             },
         }
+    }
+
+    /// True if others have changed the owner, mode, name or links of its file since the lineage was stored, and that is all.
+    fn differs_in_attributes(&self, now: &Stamp) -> bool {
+        let before = self.lineage().stamp.as_ref();
+        let alone = before.is_some_and(|before| before.differs_in_attributes(now));
+        alone && self.lineage().step.is_none() && self.destination().times_writes()
     }
 
     /// True if all that is known against the destination is that others wrote to it before the journal's first delta was made,

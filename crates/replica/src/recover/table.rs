@@ -60,7 +60,7 @@ pub(super) enum Content {
     Unknown,
     /// What dsync left.
     AsLeft,
-    /// The same, but room was reserved in it since, which moved its times.
+    /// The same, but room was reserved in it since, or others changed its attributes alone, which moved its times.
     Reserved,
     /// The same, taken over and not compared to the end.
     Unproven,
