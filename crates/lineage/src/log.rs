@@ -143,3 +143,46 @@ impl Log {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Changes, Commit, Kind, Log, Point};
+    use uuid::Uuid;
+
+    /// Of another life, another maker or another kind, or of a lower number: each stays apart.
+    #[test]
+    fn only_successors_fold() {
+        let commit = |life, n, own, kind| {
+            let at = Point { life: Uuid::from_u128(life), n };
+            let (size, block_size, changes) = (1, 4096, Changes::Known);
+            Commit {
+                at,
+                first: n,
+                id: None,
+                birth: None,
+                kind,
+                own,
+                group: None,
+                size,
+                block_size,
+                time: 0,
+                changes,
+            }
+        };
+        let mut log = Log::default();
+        let cut = |life, n, own| commit(life, n, own, Kind::Cut);
+        let commits = [
+            cut(1, 1, true),
+            cut(1, 2, true),
+            cut(1, 5, false),
+            cut(2, 6, false),
+            cut(2, 3, false),
+            cut(2, 9, false),
+        ];
+        for commit in commits.into_iter().chain([commit(2, 10, false, Kind::Sealed { heir: None })]) {
+            assert!(log.push(commit));
+        }
+        assert_eq!(log.folds(&[], 0), [0..2, 2..3, 3..4, 4..6, 6..7]);
+        assert_eq!(log.folds(&[], 6), [0..1, 1..2, 2..3, 3..4, 4..5, 5..6, 6..7]);
+    }
+}
