@@ -330,7 +330,7 @@ fn a_server_outlives_a_full_btrfs_below_its_state() {
     };
     let small = Small { fill: site.state().join("fill"), place: site.state(), _mount: mount };
     site.sync(&image, &replica, &[]).ok();
-    for round in 0..rounds(4, 40) {
+    for round in 0..rounds(2, 40) {
         let mut server = Some(site.serve(&[&image], &[]));
         let mut client = server.as_ref().expect("a server").client("vm");
         // All of it in regions that are active already when no room is left, and in others.
