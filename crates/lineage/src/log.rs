@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use uuid::Uuid;
 
-use crate::{Changes, Commit, Gap, Path, Point};
+use crate::{Changes, Commit, Point};
 
 /// How many of the newest commits keep their ids.
 const IDS_KEPT: usize = 4096;
@@ -49,6 +49,11 @@ impl Log {
         &self.commits
     }
 
+    /// True if the entry before a commit is lost.
+    pub(crate) fn is_after_damage(&self, commit: usize) -> bool {
+        self.holes.contains(&commit)
+    }
+
     /// The commits are replaced by what they fold to.
     pub(crate) fn replace(&mut self, commits: Vec<Commit>) {
         (self.commits, self.holes) = (commits, Vec::new());
@@ -57,31 +62,6 @@ impl Log {
     /// Where a life began: `Some(None)` for the first of a disk, `None` if the log does not know it.
     pub fn birth(&self, life: Uuid) -> Option<Option<Point>> {
         self.births.get(&life).copied()
-    }
-
-    /// The indices of the commits on a path that come after a point of it, oldest first, or why what changed since is not known. Numbers
-    /// between two commits are batches, whose changes the later commit has.
-    ///
-    /// # Errors
-    /// The first gap after the point.
-    pub fn since(&self, point: &Point, path: &Path) -> Result<Vec<usize>, Gap> {
-        let from = path.age(point);
-        let mut found = Vec::new();
-        for (at, commit) in self.commits.iter().enumerate() {
-            let Some(left) = path.left(commit.at.life) else { continue };
-            let is_after = path.age(&commit.at) < from;
-            if commit.first > left || !is_after {
-                continue;
-            }
-            if let Changes::Unknown(gap) = commit.changes {
-                return Err(gap);
-            }
-            if self.holes.contains(&at) {
-                return Err(Gap::Damaged);
-            }
-            found.push(at);
-        }
-        Ok(found)
     }
 
     /// The highest number of a life, `n` at most, up to which the ids in two logs do not contradict each other.
