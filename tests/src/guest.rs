@@ -61,17 +61,12 @@ pub struct Guest {
     pub started: Instant,
 }
 
-/// True where what needs guests is to run in full, as `make test-vm` and `make soak` do.
-pub fn full() -> bool {
-    crate::soak() || std::env::var_os("DSYNC_VM").is_some_and(|v| v == "1")
-}
-
 /// True if a test is to run that is left out of the sample; else says so.
 pub fn wanted(what: &str) -> bool {
-    if !full() {
+    if !testing::guests_in_full() {
         crate::left_out(what, "make test-vm");
     }
-    full()
+    testing::guests_in_full()
 }
 
 /// True for one of three tests in each run of the sample, drawn by its seed. Otherwise says that the test is skipped.

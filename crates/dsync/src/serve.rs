@@ -12,6 +12,7 @@ use device::Disk;
 use extents::Bitmap;
 use nbd::{Context, Export, ExportInfo, Exports, Refusal, Status, state};
 use source::{ControlServer, SharedView, Source, SourceGroup, StateDir, export_name};
+use sync::Site as _;
 
 use crate::args;
 use crate::metrics;
@@ -440,6 +441,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
         }
         warn_odd(image, output);
         let what = if args.read_only {
+            check_whole(image, state, output)?;
             let options = device::Options { write: false, direct: args.direct, exclusive: false };
             What::ReadOnly(device::open(image, &options)?)
         } else {
@@ -454,6 +456,18 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
         all.push(ExportedImage { name, what });
     }
     Ok((all, sources))
+}
+
+/// Refuses a replica that holds what its source never was, and says of any other what its readers see.
+fn check_whole(image: &Path, state: &StateDir, output: &Output) -> Result<()> {
+    state.settle(image)?;
+    if state.lineage(image, &state.opening(None))?.is_some_and(|lineage| lineage.role.promoted.is_none()) {
+        output.warn(&format!(
+            "{0} is a replica: who reads it while a sync commits sees parts of two moments. {0}@now shows one",
+            image.display()
+        ));
+    }
+    Ok(())
 }
 
 /// Says that the end of an image cannot be reached by clients that read whole sectors.

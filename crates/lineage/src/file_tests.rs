@@ -80,7 +80,7 @@ fn what_was_added_is_read_again() {
     let scene = Scene::with(3);
     let mut log = scene.open();
     assert!(!log.append(cut(2), &blocks(2)).expect("nothing fails"), "it is there already");
-    let since = log.log().since(&at(1), &Path::to(at(3), log.log())).expect("all is known");
+    let since = Path::to(at(3), log.log()).since(&at(1), log.log()).expect("all is known");
     assert_eq!(log.changed(&since).expect("it can be read"), blocks(2).union(&blocks(3)));
     let nothing = Scene::new();
     assert!(LogFile::open(&nothing.folder, false).expect("nothing fails").is_none());
@@ -134,7 +134,7 @@ fn damage_is_a_gap_and_never_another_answer() {
         let cuts = log.log().commits().len();
         assert!((3..=4).contains(&cuts), "{cuts} cuts are read with byte {at_byte} damaged");
         let tip = log.log().commits()[cuts - 1].at;
-        let since = log.log().since(&at(1), &Path::to(tip, log.log()));
+        let since = Path::to(tip, log.log()).since(&at(1), log.log());
         match since {
             Ok(found) => {
                 let expected = (2..=tip.n).fold(Extents::new(), |all, n| all.union(&blocks(n)));
@@ -175,7 +175,7 @@ fn ten_years_are_small_and_nothing_is_forgotten() {
         assert!(!path.has(&Point { life, n: of_a_week + 1 }), "that was another branch");
     }
     // What is folded names more than was asked for, and never less.
-    let since = log.log().since(&Point { life: tip.life, n: of_a_week - 2 }, &path).expect("all is known");
+    let since = path.since(&Point { life: tip.life, n: of_a_week - 2 }, log.log()).expect("all is known");
     let changed = log.changed(&since).expect("it can be read");
     assert!(changed.contains(of_a_week % 64) && changed.contains((of_a_week - 1) % 64));
 }
@@ -187,7 +187,7 @@ fn what_is_needed_stays_apart() {
     let mut log = scene.open();
     log.fold(&scene.folder, &[at(50)]).expect("it is folded");
     let log = scene.open();
-    let since = log.log().since(&at(50), &Path::to(at(600), log.log())).expect("all is known");
+    let since = Path::to(at(600), log.log()).since(&at(50), log.log()).expect("all is known");
     let changed = log.changed(&since).expect("it can be read");
     assert!(!changed.contains(50) && changed.contains(51) && changed.contains(600));
     assert!(log.log().commits().len() < 300);

@@ -178,7 +178,7 @@ impl Disk {
 
     /// What was done to it since a point of its own past; `None` if that is not known.
     fn since(&self, point: &Point) -> Option<BTreeSet<usize>> {
-        let commits = self.log.since(point, &Path::to(self.at(), &self.log)).ok()?;
+        let commits = Path::to(self.at(), &self.log).since(point, &self.log).ok()?;
         let mut all: BTreeSet<usize> = commits.into_iter().flat_map(|at| self.blocks[at].clone()).collect();
         all.extend(&self.record);
         all.extend(blocks_of(&self.head.unsure));

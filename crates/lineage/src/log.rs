@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use uuid::Uuid;
 
-use crate::{Changes, Commit, Gap, Path, Point};
+use crate::{Changes, Commit, Point};
 
 /// How many of the newest commits keep their ids.
 const IDS_KEPT: usize = 4096;
@@ -49,6 +49,11 @@ impl Log {
         &self.commits
     }
 
+    /// True if the entry before a commit is lost.
+    pub(crate) fn is_after_damage(&self, commit: usize) -> bool {
+        self.holes.contains(&commit)
+    }
+
     /// The commits are replaced by what they fold to.
     pub(crate) fn replace(&mut self, commits: Vec<Commit>) {
         (self.commits, self.holes) = (commits, Vec::new());
@@ -57,31 +62,6 @@ impl Log {
     /// Where a life began: `Some(None)` for the first of a disk, `None` if the log does not know it.
     pub fn birth(&self, life: Uuid) -> Option<Option<Point>> {
         self.births.get(&life).copied()
-    }
-
-    /// The indices of the commits on a path that come after a point of it, oldest first, or why what changed since is not known. Numbers
-    /// between two commits are batches, whose changes the later commit has.
-    ///
-    /// # Errors
-    /// The first gap after the point.
-    pub fn since(&self, point: &Point, path: &Path) -> Result<Vec<usize>, Gap> {
-        let from = path.age(point);
-        let mut found = Vec::new();
-        for (at, commit) in self.commits.iter().enumerate() {
-            let Some(left) = path.left(commit.at.life) else { continue };
-            let is_after = path.age(&commit.at) < from;
-            if commit.first > left || !is_after {
-                continue;
-            }
-            if let Changes::Unknown(gap) = commit.changes {
-                return Err(gap);
-            }
-            if self.holes.contains(&at) {
-                return Err(Gap::Damaged);
-            }
-            found.push(at);
-        }
-        Ok(found)
     }
 
     /// The highest number of a life, `n` at most, up to which the ids in two logs do not contradict each other.
@@ -141,5 +121,48 @@ impl Log {
             changes: gap.map_or(Changes::Known, Changes::Unknown),
             ..last.clone()
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Changes, Commit, Kind, Log, Point};
+    use uuid::Uuid;
+
+    /// Of another life, another maker or another kind, or of a lower number: each stays apart.
+    #[test]
+    fn only_successors_fold() {
+        let commit = |life, n, own, kind| {
+            let at = Point { life: Uuid::from_u128(life), n };
+            let (size, block_size, changes) = (1, 4096, Changes::Known);
+            Commit {
+                at,
+                first: n,
+                id: None,
+                birth: None,
+                kind,
+                own,
+                group: None,
+                size,
+                block_size,
+                time: 0,
+                changes,
+            }
+        };
+        let mut log = Log::default();
+        let cut = |life, n, own| commit(life, n, own, Kind::Cut);
+        let commits = [
+            cut(1, 1, true),
+            cut(1, 2, true),
+            cut(1, 5, false),
+            cut(2, 6, false),
+            cut(2, 3, false),
+            cut(2, 9, false),
+        ];
+        for commit in commits.into_iter().chain([commit(2, 10, false, Kind::Sealed { heir: None })]) {
+            assert!(log.push(commit));
+        }
+        assert_eq!(log.folds(&[], 0), [0..2, 2..3, 3..4, 4..6, 6..7]);
+        assert_eq!(log.folds(&[], 6), [0..1, 1..2, 2..3, 3..4, 4..5, 5..6, 6..7]);
     }
 }

@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use crate::{Log, Point};
+use crate::{Changes, Gap, Log, Point};
 
 /// The lives that led to a point, newest first, each with the number at which it was left.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,6 +61,31 @@ impl Path {
     /// True if the point is on it.
     pub fn has(&self, point: &Point) -> bool {
         self.left(point.life).is_some_and(|left| point.n <= left)
+    }
+
+    /// The indices of the commits of a log that lie on it after one of its points, oldest first, or why what changed since is not known. Numbers
+    /// between two commits are batches, whose changes the later commit has.
+    ///
+    /// # Errors
+    /// The first gap after the point.
+    pub fn since(&self, point: &Point, log: &Log) -> Result<Vec<usize>, Gap> {
+        let from = self.age(point);
+        let mut found = Vec::new();
+        for (at, commit) in log.commits().iter().enumerate() {
+            let Some(left) = self.left(commit.at.life) else { continue };
+            let is_after = self.age(&commit.at) < from;
+            if commit.first > left || !is_after {
+                continue;
+            }
+            if let Changes::Unknown(gap) = commit.changes {
+                return Err(gap);
+            }
+            if log.is_after_damage(at) {
+                return Err(Gap::Damaged);
+            }
+            found.push(at);
+        }
+        Ok(found)
     }
 
     /// How far back a point is: lives, then numbers. Greater is older.

@@ -124,5 +124,5 @@ fn found(mine: &Side<'_>, path: &Path, theirs: &Head, common: Point) -> Result<P
     if heads.iter().any(|head| head.parts.len() > 1) && !theirs.parts.iter().all(|part| path.has(&part.at)) {
         return Err(Gap::Parts);
     }
-    mine.log.since(&common, path).map(|_| common)
+    path.since(&common, mine.log).map(|_| common)
 }

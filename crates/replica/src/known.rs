@@ -296,7 +296,7 @@ fn present(lineage: &Lineage) -> PathBuf {
 ///
 /// # Errors
 /// If the state or the file cannot be read.
-fn changed(folder: &Path, path: &Path) -> Result<Option<&'static str>> {
+pub(crate) fn changed(folder: &Path, path: &Path) -> Result<Option<&'static str>> {
     let dir = Dir::existing(folder).map_err(io_error("open", folder))?;
     let seen = || -> Result<_> {
         let note = note::read(&dir).map_err(io_error("read", &folder.join(note::NAME)))?;

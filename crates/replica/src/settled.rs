@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
-use crate::error::{ReplicaError, Result};
+use crate::error::{ReplicaError, Result, io_error};
 use crate::journal::{ARRIVING, WHOLE};
+use crate::known::changed;
 use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::{inspect, state_folder};
 use crate::note::WRITTEN;
@@ -64,7 +65,9 @@ pub fn is_committing(path: &Path, lineage: &Lineage, options: &Options) -> Resul
 pub fn settle(path: &Path, options: &Options) -> Result<()> {
     let Some(lineage) = inspect(path, options)? else { return Ok(()) };
     let folder = state_folder(path, options)?;
-    if lineage.role.promoted.is_some() || (lineage.unsettled().is_none() && !merges(&folder, &lineage)) {
+    let at = std::fs::canonicalize(path).map_err(io_error("find", path))?;
+    let is_as_it_was = lineage.unsettled().is_none() && changed(&folder, &at)?.is_none();
+    if lineage.role.promoted.is_some() || (is_as_it_was && !merges(&folder, &lineage)) {
         return Ok(());
     }
     let replica = match Replica::open(path, &Options { doubt: true, ..options.clone() }) {
@@ -72,6 +75,9 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
         Err(ReplicaError::NotAReplica(_)) => return Ok(()),
         opened => opened?,
     };
+    if let Some(why) = replica.changed() {
+        return Err(replica.touched(why));
+    }
     if replica.lineage().unsure == Unsure::Everything {
         return Err(replica.touched(WRITTEN));
     }

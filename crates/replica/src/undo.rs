@@ -265,7 +265,7 @@ impl Replica {
         self.warn("the oldest moments of its past were dropped to make room".into());
     }
 
-    /// The same for a journal that grows, which notes in `gave` that it was done.
+    /// The same for a journal that grows, which notes in `gave` that moments were dropped.
     pub(crate) fn relief(&self, gave: Arc<AtomicBool>) -> Option<Relief> {
         let (folder, present) = (self.shared_state(), self.lineage().nonce);
         let gives = self.settings().is_some() && !self.rewinds();

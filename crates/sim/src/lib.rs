@@ -30,6 +30,7 @@ pub mod pipe;
 mod roles;
 mod roles_group;
 mod roles_judge;
+mod roles_lineage;
 mod roles_model;
 mod roles_steps;
 mod site;

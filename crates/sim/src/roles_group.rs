@@ -222,6 +222,9 @@ impl Run {
         let cuts = self.draw_cuts();
         self.tell(format!("sync of the group from site {from} to site {to}"));
         let promoting = self.is_promoting(from);
+        let pairs: Vec<_> = Self::of_site(from).into_iter().zip(Self::of_site(to)).collect();
+        let roles = (self.role(pairs[0].0), self.role(pairs[0].1));
+        let related = (self.related_groups(&pairs), roles);
         let near = self.disks[from * OF_SITE].host.process();
         let site = self.site(&near);
         let result = (|| {
@@ -235,13 +238,14 @@ impl Run {
         drop(site);
         self.disks[from * OF_SITE].host.state().end(&near);
         self.tell_result(result.as_ref().map(|(group, _)| format!("common epoch {:?}", group.epoch)));
+        self.compare_with_lineage(related, result.as_ref().map(|_| ()));
         self.settle();
         self.table.note("roles: syncs of groups");
         self.check_promoting(from, promoting, result.is_ok(), "it was synced")?;
         if result.is_err() {
             return Ok(());
         }
-        for (one, other) in Self::of_site(from).into_iter().zip(Self::of_site(to)) {
+        for (one, other) in pairs {
             self.disks[other].rewound = false;
             self.check_synced(one, other)?;
         }

@@ -30,31 +30,41 @@ struct Known {
 
 /// The epochs of a source.
 #[derive(Default)]
-pub(crate) struct Epochs(HashMap<Uuid, Known>);
+pub(crate) struct Epochs {
+    all: HashMap<Uuid, Known>,
+    /// In the order in which they were learnt of: a parent comes first.
+    order: Vec<Uuid>,
+}
 
 impl Epochs {
     pub(crate) fn knows(&self, id: Uuid) -> bool {
-        self.0.contains_key(&id)
+        self.all.contains_key(&id)
     }
 
     /// An epoch that came after `parent`, in which at most these pages were written.
     pub(crate) fn add(&mut self, id: Uuid, parent: Option<Uuid>, content: Option<Vec<u8>>, changed: Pages) {
-        self.0.insert(id, Known { content, parent, changed });
+        self.order.extend(Some(id).filter(|id| !self.knows(*id)));
+        self.all.insert(id, Known { content, parent, changed });
+    }
+
+    /// Each epoch with the one before it, that one first.
+    pub(crate) fn in_order(&self) -> impl Iterator<Item = (Uuid, Option<Uuid>)> {
+        self.order.iter().filter_map(|id| Some((*id, self.all.get(id)?.parent)))
     }
 
     pub(crate) fn content(&self, id: Uuid) -> Option<&Vec<u8>> {
-        self.0.get(&id)?.content.as_ref()
+        self.all.get(&id)?.content.as_ref()
     }
 
     /// Says that an epoch holds a content, if that was not known. False if it holds another.
     pub(crate) fn bind(&mut self, id: Uuid, content: &[u8]) -> bool {
-        let Some(known) = self.0.get_mut(&id) else { return true };
+        let Some(known) = self.all.get_mut(&id) else { return true };
         known.content.get_or_insert_with(|| content.to_vec()) == content
     }
 
     /// An epoch and those before it, the last first.
     pub(crate) fn past(&self, id: Option<Uuid>) -> Vec<Uuid> {
-        std::iter::successors(id, |id| self.0.get(id)?.parent).take(self.0.len() + 1).collect()
+        std::iter::successors(id, |id| self.all.get(id)?.parent).take(self.all.len() + 1).collect()
     }
 
     /// The pages that were written after `since`, up to an epoch that came of it; `None` if it did not.
@@ -64,7 +74,7 @@ impl Epochs {
             if id == since {
                 return Some(pages);
             }
-            pages.extend(&self.0.get(&id)?.changed);
+            pages.extend(&self.all.get(&id)?.changed);
         }
         None
     }

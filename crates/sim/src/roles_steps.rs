@@ -34,8 +34,10 @@ impl Run {
         self.tell(format!("sync from {one} to {other}{}", if adopt { ", adopt" } else { "" }));
         let site = self.disks[from].site;
         let promoting = self.scene.group && self.is_promoting(site);
+        let related = (self.related(from, to).filter(|_| !adopt), (self.role(from), role));
         let result = self.push(from, to, &options, cuts);
         self.tell_result(result.as_ref().map(|s| format!("{} at epoch {:?}", s.trust, s.epoch)));
+        self.compare_with_lineage(related, result.as_ref().map(|_| ()));
         self.settle();
         self.table.note("roles: syncs");
         self.check_promoting(site, promoting, result.is_ok(), "a disk of it was synced")?;

@@ -55,7 +55,7 @@ pub enum SourceError {
     #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync serve\" for an image, \"dsync track add\" for a disk), and run again", .0.display())]
     Moved(PathBuf),
     /// Another file is at the path of the served one.
-    #[error("{} was replaced by another file while it is served: stop its server, put the right file back, and serve it again", .0.display())]
+    #[error("{} was replaced by another file while it is served: what clients have written is in the file that the server has open, and is gone when that stops. Copy it first (\"nbdcopy\" from the server); then stop the server, put the copy in its place, and serve it again", .0.display())]
     Replaced(PathBuf),
     /// The server of a source gave an error, or went away.
     #[error("{0}")]

@@ -22,6 +22,8 @@ mod scratch;
 mod stopwatch;
 
 pub use contract::contract;
-pub use needs::{find, got, left_out, need, need_root, rounds, run, say, search_path, skipped, soak};
+pub use needs::{
+    find, got, guests_in_full, left_out, need, need_root, rounds, run, say, search_path, skipped, soak,
+};
 pub use random::{Random, Sample, number, seed};
 pub use scratch::{Loop, Mount, in_memory, on_disk, profile_dir, temporary};

@@ -10,6 +10,11 @@ pub fn soak() -> bool {
     std::env::var_os("DSYNC_SOAK").is_some_and(|v| v == "1")
 }
 
+/// True where what needs guests is to run in full, as `make test-vm` and `make soak` do.
+pub fn guests_in_full() -> bool {
+    soak() || std::env::var_os("DSYNC_VM").is_some_and(|v| v == "1")
+}
+
 /// How often to do something: `sample` times in `make test`, `full` times in `make soak`.
 pub fn rounds<N>(sample: N, full: N) -> N {
     if soak() { full } else { sample }

@@ -7,7 +7,7 @@ use dsync_tests::far::Far;
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::number;
-use dsync_tests::{Run, Scene, image, need, need_root, skipped};
+use dsync_tests::{Run, Scene, image, need, need_root, rounds, skipped};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -184,9 +184,9 @@ fn a_rewind_survives_its_death() {
     scene.sync(&[]).ok();
     let after = scene.site.path("after.raw");
     image::copy(&scene.image, &after);
-    for round in 0..10 {
+    for _ in 0..rounds(4, 20) {
         let mut running = rewind_here(&scene, &scene.replica, &["--to", "1"]).start();
-        std::thread::sleep(Duration::from_millis(10 + 25 * round));
+        std::thread::sleep(Duration::from_millis(scene.random.within(10..260)));
         running.signal(Signal::KILL);
         drop(running);
         let recovered = scene.site.dsync(["recover", "--json"]).arg(&scene.replica).ok().summary();

@@ -298,6 +298,17 @@ fn a_disk_is_restored_from_its_replica() {
     push(&new, &[]).code(4).says(&["is a copy of another source", "--adopt"]);
     let summary = push(&new, &["--adopt"]).ok().summary();
     assert_eq!(number(&summary, "blocks_changed"), 0, "{summary}");
+    // What another program made of the replica is no copy of the disk, nor what an interrupted sync left of it.
+    let served = || {
+        backup
+            .dsync(["serve", "--read-only"])
+            .arg(backup.path("vm.raw"))
+            .arg("--socket")
+            .arg(backup.path("s"))
+    };
+    image::scribble(&backup.path("vm.raw"), 5 * MIB, 4096, &mut Random::new("a replica that was changed"));
+    restore(&new, &["--adopt"]).code(4).says(&["modified outside dsync", "vm.raw"]);
+    served().code(4).says(&["modified outside dsync"]);
 }
 
 /// A lost disk was made anew, without content: no method empties the replica, which is brought back as the message says.

@@ -716,7 +716,7 @@ fn writes_are_noticed_where_times_are_whole_seconds() {
         std::thread::sleep(Duration::from_secs(1) - Duration::from_nanos(now.subsec_nanos().into()));
     };
     sync(&[]).ok();
-    for block in 0..3 {
+    for block in 0..rounds(1, 3) {
         begin_of_second();
         sync(&[]).ok();
         image::scribble(&source, block * 4096, 4096, &mut random);

@@ -27,7 +27,7 @@ const BEGINS: [&str; 18] = [
     "bail!(",
 ];
 /// Crates whose errors do not reach a user as they are, or are no part of the program.
-const OTHERS: [&str; 5] = ["sim", "testing", "nbd", "extents", "compare"];
+const OTHERS: [&str; 6] = ["sim", "testing", "nbd", "extents", "compare", "lineage"];
 /// A message whose longest part between names and numbers is shorter is the frame of another one.
 const LEAST: usize = 12;
 

@@ -19,7 +19,7 @@ const MIB: u64 = 1 << 20;
 /// The kernels to test on: the sample takes the first.
 fn kernels() -> &'static [Kernel] {
     static SAID: Once = Once::new();
-    if guest::full() {
+    if testing::guests_in_full() {
         return &[Kernel::Stable, Kernel::Backports];
     }
     SAID.call_once(|| left_out("the kernel module on the backported kernel", "make test-vm"));
@@ -179,11 +179,11 @@ fn every_difference_is_reported() {
         let mut random = Random::new(what);
         let site = Site::new();
         // The smallest that mkfs.xfs takes, or a smaller one.
-        let size = if guest::full() { 320 * MIB } else { 144 * MIB };
+        let size = if testing::guests_in_full() { 320 * MIB } else { 144 * MIB };
         let mut vm = Vm::new(kernel, "truth.sh", twins(&site, size, &mut random));
         vm.modules(&["loop", "raid1", "xfs", "btrfs"]);
         let (fs, io, more) =
-            if guest::full() { ("ext4 xfs btrfs", "24m", "yes") } else { ("ext4", "8m", "") };
+            if testing::guests_in_full() { ("ext4 xfs btrfs", "24m", "yes") } else { ("ext4", "8m", "") };
         vm.variables = format!("SEED={}\nFILESYSTEMS='{fs}'\nIO={io}\nMORE={more}", random.below(1 << 30));
         vm.run(600);
     }
@@ -203,7 +203,7 @@ fn no_update_is_lost_between_two_epochs() {
         fs::copy(module(kernel, "DM_TRACK_TEST_NO_DRAIN"), &broken).expect("a copy");
         vm.options.files.push(broken);
         vm.modules(&["dm_delay"]);
-        let seconds = if guest::full() { 20 } else { 6 };
+        let seconds = if testing::guests_in_full() { 20 } else { 6 };
         vm.variables = format!("SEED={}\nSECONDS_OF_LOAD={seconds}", random.below(1 << 30));
         vm.run(180);
     }
@@ -369,7 +369,7 @@ fn power_cuts() {
         let content = Arc::new(RamDisk::new(20 * MIB));
         let rounds = if soak() {
             100
-        } else if guest::full() {
+        } else if testing::guests_in_full() {
             10
         } else {
             1

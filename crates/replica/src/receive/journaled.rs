@@ -53,11 +53,17 @@ struct Resolved {
 }
 
 impl Replica {
-    /// Removes a journal that cannot be written. If space is short, others need it too; and after a failed sync the kernel drops
+    /// Removes a journal that cannot be written; `gave`: to which moments gave way. If space is short, others need it too; and after a failed sync the kernel drops
     /// what it could not write, so that a later sync succeeds over a journal that is not there.
-    pub(super) fn journal_failed(&mut self, error: io::Error) -> ReplicaError {
+    pub(super) fn journal_failed(&mut self, gave: bool, error: io::Error) -> ReplicaError {
         self.give_up_journal();
-        let state = "the replica is unchanged, and what had arrived of the delta is dropped";
+        let state = match gave {
+            true => {
+                "the replica is unchanged, but the oldest moments of its past were dropped to make room, and what had arrived of the delta is \
+                 dropped"
+            }
+            false => "the replica is unchanged, and what had arrived of the delta is dropped",
+        };
         let mut error = disk_error("write the journal", &self.folder().join(ARRIVING), state)(error);
         if let ReplicaError::Full { missing, .. } = &mut error {
             *missing =
@@ -88,7 +94,7 @@ impl Replica {
             io::Write::write_all(&mut file, raw)?;
             Ok(file)
         });
-        let mut file = begun.map_err(|e| self.journal_failed(e))?;
+        let mut file = begun.map_err(|e| self.journal_failed(false, e))?;
         let gave = Arc::<AtomicBool>::default();
         file.relieve(self.relief(gave.clone()));
         let holes = match before.bytes {
@@ -199,6 +205,11 @@ impl ToJournal {
         Ok(())
     }
 
+    /// True if moments were dropped to make room for it.
+    pub(super) fn gave_way(&self) -> bool {
+        self.gave.load(SeqCst)
+    }
+
     /// Bytes of the journal that are this delta's.
     pub(super) fn written(&self) -> u64 {
         self.file.len() - self.before.bytes
@@ -235,10 +246,11 @@ impl ToJournal {
             }
             return Err(e);
         }
+        let gave = self.gave.load(SeqCst);
         if let Err(e) = close(self.file, replica.state()) {
-            return Err(replica.journal_failed(e));
+            return Err(replica.journal_failed(gave, e));
         }
-        if self.gave.load(SeqCst) {
+        if gave {
             replica.warn_of_room();
         }
         Ok((Some(contents), (bytes, copied)))
@@ -248,7 +260,7 @@ impl ToJournal {
     pub(super) fn keep(mut self, replica: &mut Replica, decoder: &Decoder) -> Result<()> {
         let contents = self.contents(decoder, decoder.is_complete());
         if let Err(e) = self.file.keep() {
-            return Err(replica.journal_failed(e));
+            return Err(replica.journal_failed(self.gave_way(), e));
         }
         replica.set_journal((!contents.segments.is_empty()).then_some(contents));
         Ok(())

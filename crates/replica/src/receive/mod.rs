@@ -334,8 +334,11 @@ impl DeltaReceiver<'_> {
                 return Err(disk_error(what, &path, INTERRUPTED)(e));
             }
             Err(Stop::Journal(e)) => {
-                self.sink = Sink::Closed;
-                return Err(self.replica.journal_failed(e));
+                let gave = match std::mem::replace(&mut self.sink, Sink::Closed) {
+                    Sink::Journal(journal) => journal.gave_way(),
+                    _ => false,
+                };
+                return Err(self.replica.journal_failed(gave, e));
             }
         }
         if let Sink::Direct(direct) = &mut self.sink {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use delta::{Header, Method, UnitKind, Units, decode_frame};
 use testing::faulty::{FaultyFolder, Keep, Outage, Power};
-use testing::soak;
+use testing::{Sample, soak};
 use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at};
@@ -185,7 +185,8 @@ fn batches_killed_then_cut() {
     run(&world, &world.machine(&on()), &left, &RefCell::default()).unwrap();
     let steps = many - left.load(SeqCst);
     let mut turn = 0;
-    for killed in (0..steps).filter(|step| soak() || step % 3 == 0) {
+    let sample = Sample::new("batches killed, then cut");
+    for killed in (0..steps).filter(|step| sample.takes(*step, 6)) {
         for cut in 1.. {
             turn += 1;
             let (world, sent) = (start.fork(), RefCell::default());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use testing::faulty::{Keep, Outage, Power};
-use testing::soak;
+use testing::{Sample, soak};
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
@@ -136,11 +136,12 @@ fn campaigns(s: &Source) -> Vec<(String, Kind, Vec<Sync>)> {
 #[test]
 fn an_error_at_any_step() {
     let s = source();
+    let sample = Sample::new("errors at any step");
     for (name, kind, syncs) in campaigns(&s) {
         let start = replica_at(kind, &s, 0);
         for errno in [28, 5] {
             for step in 1.. {
-                if !soak() && step % 5 != errno as u64 % 5 && !(20..=27).contains(&step) {
+                if !sample.takes(step + errno as u64, 8) && !(20..=27).contains(&step) {
                     continue;
                 }
                 let (world, power) = (start.fork(), Power::new(Outage::Kill));
