@@ -5,6 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use dsync_tests::listener::{HOST, Listening, Offering, key, trust};
 use dsync_tests::mount::Loop;
@@ -258,7 +259,21 @@ fn what_is_no_log_of_a_reader_stops_no_sync() {
     scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
 }
 
-/// The owner of a folder could exchange what is in it while root writes there.
+const ACL: &str = "system.posix_acl_access";
+
+/// Adds another user to who may write to a folder, as `setfacl -m u:nobody:rwx` does.
+fn let_nobody_write(folder: &Path) -> io::Result<()> {
+    // Its tags: the owner, a user, the group, the mask, others.
+    let entries =
+        [(1u16, 7u16, u32::MAX), (2, 7, NOBODY), (4, 5, u32::MAX), (16, 7, u32::MAX), (32, 5, u32::MAX)];
+    let mut list = 2u32.to_le_bytes().to_vec();
+    for (tag, rights, id) in entries {
+        list.extend([&tag.to_le_bytes()[..], &rights.to_le_bytes(), &id.to_le_bytes()].concat());
+    }
+    Ok(rustix::fs::setxattr(folder, ACL, &list, rustix::fs::XattrFlags::empty())?)
+}
+
+/// Who may write to a folder could exchange what is in it while root writes there.
 #[test]
 fn root_receives_into_no_folder_of_another_user() {
     if !need_root("folders of another user") {
@@ -271,14 +286,20 @@ fn root_receives_into_no_folder_of_another_user() {
     let sub = far.folder().join("sub");
     std::fs::create_dir(&sub).expect("a folder");
     let sync = || far.sync_to(&scene, &far.destination("sub/vm.raw"), &[]);
-    for (owner, open) in [(NOBODY, 0o755), (0, 0o777)] {
+    let modes = [(NOBODY, 0o755), (0, 0o777), (0, 0o1777), (0, 0o775), (0, 0o1775)];
+    let cases = modes.map(|(owner, open)| (owner, open, false)).into_iter().chain([(0, 0o755, true)]);
+    for (owner, open, listed) in cases {
         chown(&sub, Some(owner), None).expect("root may");
         std::fs::set_permissions(&sub, PermissionsExt::from_mode(open)).expect("root may");
+        if listed && !got(let_nobody_write(&sub), "an access control list") {
+            continue;
+        }
         sync().code(4).says(&way);
         assert_eq!(sub.read_dir().expect("a folder").count(), 0);
         let receive = far.site.dsync(["receive", "--listen", "127.0.0.1:0", "--into"]).arg(&sub);
-        receive.limit(std::time::Duration::from_secs(10)).code(4).says(&way);
+        receive.limit(Duration::from_secs(10)).code(4).says(&way);
     }
+    let _ = rustix::fs::removexattr(&sub, ACL);
     std::fs::set_permissions(&sub, PermissionsExt::from_mode(0o755)).expect("root may");
     sync().ok();
 }
