@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use dsync_tests::listener::{HOST, Listening, Offering, key, trust};
 use dsync_tests::mount::Loop;
+use dsync_tests::tracked::Tracked;
 use dsync_tests::{Run, Scene, Site, got, need, need_root, until};
 use rustix::process::{Gid, Uid};
+use testing::stalled::{StalledWrite, is_freezing};
 
 const MIB: u64 = 1 << 20;
 const NOBODY: u32 = 65534;
@@ -98,6 +100,31 @@ fn a_key_that_is_pinned_to_push_to_is_no_client() {
     let list = scene.site.dsync(["key", "list"]).ok().text();
     assert!(list.contains("for push,serve"), "{list}");
     scene.site.dsync(["key", "trust", "x", &key(&far.site)]).code(2).says(&["--for"]);
+}
+
+/// A peer gets freezes as short as the offering host says, and the disk has time to work between them.
+#[test]
+fn a_peer_freezes_a_disk_for_a_tenth_of_the_time() {
+    let what = "freezes for a peer";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (near, device) = (Site::new(), tracked.device());
+    let offering = Offering::start(&tracked.site, &[device], &["--freeze-limit", "1s"]);
+    trust(&near, HOST, &tracked.site, &[]);
+    trust(&tracked.site, "vault", &near, &["--for", "serve"]);
+    let source = offering.source(device.to_str().expect("a name"));
+    let pull = || near.dsync(["sync", "--freeze-limit", "60"]).arg(&source).arg(near.path("copy.raw"));
+    let Some(stalled) = StalledWrite::new(&tracked.place.join("stalled"), what) else { return };
+    let pulling = pull().start();
+    let process = Path::new("/proc").join(offering.process.pid().as_raw_nonzero().to_string());
+    until("it freezes", || is_freezing(&process));
+    std::thread::sleep(Duration::from_millis(1200));
+    stalled.end();
+    let failed = pulling.output(Duration::from_secs(20));
+    assert_eq!(failed.status.code(), Some(4), "{failed}");
+    failed.says(&["longer than its limit of 1000 ms"]);
+    pull().arg("--wait=1s").code(6).says(&["gave up after waiting", "no more than a tenth of the time"]);
+    // The host's own syncs are not held up.
+    tracked.site.sync(device, &tracked.site.path("own.raw"), &["--freeze", "require"]).ok();
 }
 
 /// A job runs commands as root: nobody else may have written it.
