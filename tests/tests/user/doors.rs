@@ -10,7 +10,7 @@ use std::time::Duration;
 use dsync_tests::listener::{HOST, Listening, Offering, key, trust};
 use dsync_tests::mount::Loop;
 use dsync_tests::tracked::Tracked;
-use dsync_tests::{Run, Scene, Site, got, need, need_root, until};
+use dsync_tests::{Background, Run, Scene, Site, got, need, need_root, until};
 use rustix::process::{Gid, Uid};
 use testing::stalled::{StalledWrite, is_freezing};
 
@@ -125,6 +125,41 @@ fn a_peer_freezes_a_disk_for_a_tenth_of_the_time() {
     pull().arg("--wait=1s").code(6).says(&["gave up after waiting", "no more than a tenth of the time"]);
     // The host's own syncs are not held up.
     tracked.site.sync(device, &tracked.site.path("own.raw"), &["--freeze", "require"]).ok();
+}
+
+/// What a peer has started ends when it leaves, also where nothing is sent to it for long: its disk is free for the next.
+#[test]
+fn work_for_a_peer_that_has_left_ends() {
+    let (mut scene, far) = (Scene::new("a peer that leaves", 16 * MIB), Listening::new(&[]));
+    let near = Site::new();
+    scene.change(2000);
+    trust(&scene.site, HOST, &far.site, &[]);
+    trust(&far.site, "near", &scene.site, &["--for", "serve"]);
+    far.sync(&scene, &[]).ok();
+    trust(&near, HOST, &scene.site, &[]);
+    trust(&scene.site, "vault", &near, &["--for", "serve"]);
+    let offering = Offering::start(&scene.site, &[&scene.image], &[]);
+    let source = offering.source(scene.image.to_str().expect("a name"));
+    near.dsync(["sync"]).arg(&source).arg(near.path("copy.raw")).ok();
+    // At this rate the second chunk is read a minute after the first.
+    let slow = |run: Run| run.args(["--rate", "16K"]);
+    let pushed = || scene.site.dsync(["verify"]).arg(&scene.image).arg(far.destination("vm.raw"));
+    let pulled = || near.dsync(["verify"]).arg(&source).arg(near.path("copy.raw"));
+    let verifies: [(&Background, &dyn Fn() -> Run); 2] =
+        [(far.process(), &pushed), (&offering.process, &pulled)];
+    for (listener, verify) in verifies {
+        let count = |word: &str| listener.stderr_so_far().matches(word).count();
+        let (started, failed) = (count("session started"), count("session failed"));
+        let client = slow(verify()).start();
+        until("a session starts", || count("session started") > started);
+        // By then it reads, and waits.
+        std::thread::sleep(Duration::from_secs(1));
+        client.killed();
+        let left = std::time::Instant::now();
+        until("the session ends", || count("session failed") > failed);
+        assert!(left.elapsed() < Duration::from_secs(10), "it went on for {:?}", left.elapsed());
+        verify().arg("--wait=10s").ok();
+    }
 }
 
 /// A job runs commands as root: nobody else may have written it.
