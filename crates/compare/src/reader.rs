@@ -76,7 +76,8 @@ impl Reader {
             if let Some(rate) = &mut self.rate {
                 // Requests so far proceed while this waits.
                 self.queue.start();
-                rate.wait();
+                // A disk whose reader has left says so.
+                rate.wait_while(|| self.disk.allocated(range.start).map(drop))?;
                 rate.charge(len);
             }
             self.queue.submit(Request {

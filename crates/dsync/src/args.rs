@@ -719,8 +719,9 @@ impl LiveArgs {
             FreezeArg::Never => FreezeMode::Never,
             FreezeArg::Require => FreezeMode::Require,
         };
-        let limit = self.freeze_limit.unwrap_or(Duration::from_secs(10));
-        LiveOptions { passes: self.passes.unwrap_or(8), cut: CutOptions { freeze, limit, together: false } }
+        let usual = CutOptions::default();
+        let limit = self.freeze_limit.unwrap_or(usual.limit);
+        LiveOptions { passes: self.passes.unwrap_or(8), cut: CutOptions { freeze, limit, ..usual } }
     }
 
     /// Which of them were given.
@@ -1411,6 +1412,10 @@ pub(crate) struct Send {
     /// Image or device that peers may read, or a directory of images; may be repeated
     #[arg(long, value_name = "PATH")]
     pub offer: Vec<PathBuf>,
+    /// Of a tracked disk that is offered: the longest freeze of its file systems that a peer gets, 1s to 5m, whatever it asks for. After a freeze,
+    /// peers are refused (exit code 6, which --wait tries again) for nine times as long as that was [default: 10s]
+    #[arg(long, value_name = "TIME", value_parser = units::parse_freeze, requires = "offer")]
+    pub freeze_limit: Option<Duration>,
 }
 
 /// How peers reach this site without ssh.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use link::{Limits, Link, Listener, Peer};
-use source::StateDir;
-use sync::{AllowedPaths, SyncError};
+use source::{CutOptions, StateDir};
+use sync::{AllowedPaths, PullClient, SyncError};
 
 use crate::args::{ListenArgs, Receive, Send};
 use crate::failure::Failure;
@@ -42,7 +42,10 @@ pub(crate) fn send(args: &Send, state: &StateDir, output: &Output) -> Result<()>
     }
     let allowed = AllowedPaths::sources(&args.offer)?.with_hidden(args.listen.hidden_files);
     let here = state.clone();
-    listen(&args.listen, state, output, move |link, peer| sync::send(link, &here, &allowed, Some(&peer.name)))
+    let freeze_limit = args.freeze_limit.unwrap_or(CutOptions::default().limit);
+    listen(&args.listen, state, output, move |link, peer| {
+        sync::send(link, &here, &allowed, Some(PullClient { name: &peer.name, freeze_limit }))
+    })
 }
 
 /// Serves one session over standard input and output, to the program that started this.

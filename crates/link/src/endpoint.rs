@@ -176,6 +176,15 @@ impl Receiver {
         Ok(heard)
     }
 
+    /// Fails once the link is cut: for work in which nothing is sent for long.
+    pub fn watch(&self) -> impl Fn() -> Result<()> + Send + Sync + 'static {
+        let shared = Arc::clone(self.end.transport.shared());
+        move || match shared.inbox.ended() {
+            Some(End::Failed(error)) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     #[cfg(test)]
     pub(crate) fn shared(&self) -> &Shared {
         self.end.shared()

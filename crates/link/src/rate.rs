@@ -82,6 +82,14 @@ impl Rate {
 
     /// Sleeps until more may pass.
     pub fn wait(&mut self) {
+        let _ = self.wait_while(|| Ok::<_, std::convert::Infallible>(()));
+    }
+
+    /// The same, as long as the other side may still want it.
+    ///
+    /// # Errors
+    /// Those of `wanted`, which is asked several times a second.
+    pub fn wait_while<E>(&mut self, wanted: impl Fn() -> Result<(), E>) -> Result<(), E> {
         loop {
             let (now, per_second) = (Instant::now(), self.pace.get());
             if per_second != self.per_second {
@@ -90,8 +98,12 @@ impl Rate {
             }
             match self.free_at.checked_duration_since(now) {
                 Some(early) if !early.is_zero() => sleep(early.min(LOOK_EVERY)),
-                _ => return self.free_at = self.free_at.max(now.checked_sub(SLACK).unwrap_or(now)),
+                _ => {
+                    self.free_at = self.free_at.max(now.checked_sub(SLACK).unwrap_or(now));
+                    return Ok(());
+                }
             }
+            wanted()?;
         }
     }
 

@@ -37,6 +37,9 @@ pub enum SourceError {
         /// The holder.
         holder: String,
     },
+    /// Its file systems were frozen too recently to be frozen again for a peer.
+    #[error("the file systems on {} were frozen a short time ago, and for peers they are frozen for no more than a tenth of the time: run again later, or pass --wait", .0.display())]
+    Rests(PathBuf),
     /// No such source.
     #[error("{0}")]
     Unknown(String),
@@ -86,10 +89,10 @@ impl SourceError {
         move |error| SourceError::State { what, path, error }
     }
 
-    /// True if another program holds the source, and may release it soon.
+    /// True if another program holds the source, or it rests: it may be free soon.
     pub fn is_busy(&self) -> bool {
         match self {
-            SourceError::Busy { .. } => true,
+            SourceError::Busy { .. } | SourceError::Rests(_) => true,
             SourceError::Device(e) => e.is_busy(),
             _ => false,
         }
@@ -102,6 +105,7 @@ impl SourceError {
             SourceError::Track(e) => e.is_refusal(),
             SourceError::Damaged { .. }
             | SourceError::Busy { .. }
+            | SourceError::Rests(_)
             | SourceError::Foreign(_)
             | SourceError::Replaced(_)
             | SourceError::Refused(_) => true,

@@ -3,11 +3,13 @@
 //! A separate process ([`Watchdog`]) thaws if the freeze lasts too long, or if the freezing process dies.
 //! Then the freeze is void, and [`Freeze::thaw`] fails.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use device::Mount;
@@ -51,6 +53,8 @@ pub enum FreezeError {
 /// File systems that are frozen until this is thawed or dropped.
 pub struct Freeze {
     mounts: Vec<(PathBuf, File)>,
+    /// The numbers of all of them.
+    devs: Vec<u64>,
     clock: Clock,
     /// Both end when everything is thawed.
     _hurry: Option<ExpeditedRcu>,
@@ -79,6 +83,7 @@ impl Clock {
 /// File systems about to be frozen; the watchdog is running.
 pub struct Prepared {
     mounts: Vec<(PathBuf, File)>,
+    devs: Vec<u64>,
     rcu: Option<ExpeditedRcu>,
     watchdog: Watchdog,
     limit: Duration,
@@ -114,11 +119,11 @@ impl Prepared {
     /// # Errors
     /// If one cannot be frozen, or not within the limit; then none is.
     pub fn freeze(self) -> Result<Freeze, FreezeError> {
-        let Prepared { mounts, rcu, watchdog, limit } = self;
+        let Prepared { mounts, devs, rcu, watchdog, limit } = self;
         rcu.iter().for_each(ExpeditedRcu::begin);
         let clock = Clock { began: Instant::now(), limit };
         // Dropping the freeze thaws what was frozen.
-        let mut freeze = Freeze { mounts: Vec::new(), clock, _hurry: rcu, _watchdog: watchdog };
+        let mut freeze = Freeze { mounts: Vec::new(), devs, clock, _hurry: rcu, _watchdog: watchdog };
         for (place, file) in mounts {
             if let Err(error) = freeze._watchdog.begin() {
                 return Err(FreezeError::Refused { place, error });
@@ -149,6 +154,7 @@ fn explained(error: io::Error) -> io::Error {
 impl Freeze {
     /// Prepares to freeze file systems, for at most `limit`.
     pub fn prepare(mounts: &[Mount], limit: Duration) -> Result<Prepared, FreezeError> {
+        let devs = mounts.iter().map(|mount| mount.dev).collect();
         let mounts = mounts.iter().map(open).collect::<Result<Vec<_>, _>>()?;
         let rcu = ExpeditedRcu::ready();
         let args = WatchdogArgs {
@@ -157,7 +163,7 @@ impl Freeze {
             limit,
         };
         let watchdog = Watchdog::start(&args).map_err(|error| refused(&mounts, error))?;
-        Ok(Prepared { mounts, rcu, watchdog, limit })
+        Ok(Prepared { mounts, devs, rcu, watchdog, limit })
     }
 
     /// Thaws. Returns how long the freeze lasted.
@@ -192,7 +198,32 @@ impl Freeze {
 impl Drop for Freeze {
     fn drop(&mut self) {
         self.end();
+        rest(&self.devs, self.clock.began.elapsed(), Instant::now());
     }
+}
+
+/// Until when file systems rest that this process has frozen.
+static RESTS: Mutex<BTreeMap<u64, Instant>> = Mutex::new(BTreeMap::new());
+/// A file system rests for so many times as long as it was frozen: it is frozen for at most a tenth of the time.
+const REST: u32 = 9;
+
+fn rests() -> MutexGuard<'static, BTreeMap<u64, Instant>> {
+    RESTS.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// File systems were frozen for so long until `now`. The attempts of one cut add up.
+fn rest(devs: &[u64], lasted: Duration, now: Instant) {
+    let mut rests = rests();
+    rests.retain(|_, until| *until > now);
+    for dev in devs {
+        *rests.entry(*dev).or_insert(now) += lasted * REST;
+    }
+}
+
+/// True if one of these file systems rests at that moment.
+pub(crate) fn any_rests(mounts: &[Mount], now: Instant) -> bool {
+    let rests = rests();
+    mounts.iter().any(|mount| rests.get(&mount.dev).is_some_and(|until| *until > now))
 }
 
 /// Writes out the caches of file systems.
@@ -260,3 +291,27 @@ impl Drop for ExpeditedRcu {
 }
 
 const ON: &[u8; 1] = b"1";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_system_is_frozen_for_a_tenth_of_the_time() {
+        let at = |dev| [Mount { places: Vec::new(), dev }];
+        let (now, second) = (Instant::now(), Duration::from_secs(1));
+        // Numbers that no other test has.
+        let devs = [u64::MAX, u64::MAX - 1];
+        assert!(!any_rests(&at(devs[0]), now));
+        rest(&devs, second, now);
+        for dev in devs {
+            assert!(any_rests(&at(dev), now + 9 * second - Duration::from_millis(1)));
+            assert!(!any_rests(&at(dev), now + 9 * second));
+        }
+        assert!(!any_rests(&at(u64::MAX - 2), now));
+        // The second attempt of a cut.
+        rest(&devs[..1], second, now + second);
+        assert!(any_rests(&at(devs[0]), now + 17 * second));
+        assert!(!any_rests(&at(devs[0]), now + 18 * second) && !any_rests(&at(devs[1]), now + 9 * second));
+    }
+}

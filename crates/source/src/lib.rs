@@ -27,6 +27,7 @@
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
+mod attended;
 mod batch_ids;
 mod batches;
 mod bookmarks;
@@ -53,6 +54,7 @@ mod tally;
 mod view;
 mod watchdog;
 
+pub use attended::{Attended, There};
 pub use batch_ids::BatchSessions;
 pub use batches::{Batch, Batches};
 pub use bookmarks::{Bookmark, Bookmarks, is_plain};

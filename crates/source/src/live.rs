@@ -6,7 +6,7 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use delta::Epoch;
 use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
@@ -49,12 +49,20 @@ pub struct CutOptions {
     /// The disks of a group are cut together: without a freeze they would not be of one moment.
     #[serde(default)]
     pub together: bool,
+    /// A peer asks for it: file systems that were just frozen are left alone.
+    #[serde(skip)]
+    pub for_peer: bool,
 }
 
 impl Default for CutOptions {
     /// Freezes what is mounted, for at most ten seconds.
     fn default() -> CutOptions {
-        CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10), together: false }
+        CutOptions {
+            freeze: FreezeMode::Auto,
+            limit: Duration::from_secs(10),
+            together: false,
+            for_peer: false,
+        }
     }
 }
 
@@ -385,6 +393,9 @@ impl Live {
                  itself",
                 self.about.path.display()
             )));
+        }
+        if options.for_peer && freeze::any_rests(&mounts, Instant::now()) {
+            return Err(SourceError::Rests(self.about.path.clone()));
         }
         Ok(mounts)
     }

@@ -9,6 +9,8 @@ use device::{Disk, Done, Kind, Queue, Request};
 use extents::Bitmap;
 use trackers::CowStore;
 
+use crate::attended::{Attended, There};
+
 /// Checks that the view is still kept exact.
 pub(crate) type Alive = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
 
@@ -38,6 +40,11 @@ impl View {
     /// The same view, shared with other readers: all of it is saved for them, whatever this reader has read.
     pub(crate) fn shared(self) -> View {
         View { shared: true, ..self }
+    }
+
+    /// The same view, which fails once nobody is there to read it for.
+    pub fn attended(&self, there: There) -> View {
+        View { disk: Arc::new(Attended::new(self.disk.clone(), there)), ..self.clone() }
     }
 
     /// The store, if this reader alone decides what it needs.

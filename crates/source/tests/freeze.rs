@@ -1,16 +1,14 @@
 //! Freezing a real file system on a loop device: nobody writes meanwhile, and it never stays frozen.
 #![allow(missing_docs)]
 
-mod userfault;
-
 use std::io::Read;
-use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use source::{Freeze, FreezeError};
+use testing::stalled::{StalledWrite, is_freezing};
 use testing::{Loop, Mount, got, run, skipped};
 
 /// An ext4 file system on a loop device, gone with the value.
@@ -145,59 +143,16 @@ fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// True while a thread of this process is inside the request to freeze.
-fn is_freezing(process: &Path) -> bool {
-    let threads = std::fs::read_dir(process.join("task")).unwrap().flatten();
-    threads.filter_map(|t| std::fs::read_to_string(t.path().join("syscall")).ok()).any(|call| {
-        // Its number, the descriptor, the request.
-        call.split(' ').nth(2).is_some_and(|request| request.ends_with("c0045877"))
-    })
-}
-
-/// A write to a file whose content the writer's memory does not have yet: it holds up every freeze.
-struct Stalled {
-    memory: userfault::Page,
-    writer: std::thread::JoinHandle<()>,
-}
-
-impl Stalled {
-    /// `None` where that cannot be had; a line says so.
-    fn new(scene: &Scene, what: &str) -> Option<Stalled> {
-        let memory = userfault::Page::new();
-        if memory.is_none() {
-            skipped(what, "this needs userfaultfd");
-        }
-        let (memory, path) = (memory?, scene.mount().join("stalled"));
-        let (address, (begins, begun)) = (memory.address(), mpsc::channel());
-        let writer = std::thread::spawn(move || {
-            let file = std::fs::File::create(path).unwrap();
-            begins.send(rustix::thread::gettid()).unwrap();
-            // SAFETY: the page stays mapped until this thread is joined.
-            let written = unsafe { libc::write(file.as_raw_fd(), address as *const _, 4096) };
-            assert_eq!(written, 4096);
-        });
-        let thread = begun.recv().unwrap();
-        let call = format!("/proc/self/task/{thread}/syscall");
-        let write = format!("{} ", libc::SYS_write);
-        let page = format!("{address:#x}");
-        until("the write begins", || {
-            std::fs::read_to_string(&call).is_ok_and(|c| c.starts_with(&write) && c.contains(&page))
-        });
-        Some(Stalled { memory, writer })
-    }
-
-    /// The memory comes, and the write ends.
-    fn end(self) {
-        self.memory.fill();
-        self.writer.join().unwrap();
-    }
+/// A write that every freeze waits for.
+fn stalled(scene: &Scene, what: &str) -> Option<StalledWrite> {
+    StalledWrite::new(&scene.mount().join("stalled"), what)
 }
 
 #[test]
 fn a_freeze_that_comes_about_after_its_limit_proves_nothing() {
     let what = "a freeze that waits for a write";
     let Some(scene) = Scene::new(what) else { return };
-    let Some(stalled) = Stalled::new(&scene, what) else { return };
+    let Some(stalled) = stalled(&scene, what) else { return };
     std::thread::scope(|scope| {
         let freezing = scope.spawn(|| {
             let freeze = scene.freeze(Duration::from_millis(200))?;
@@ -220,7 +175,7 @@ fn a_freeze_that_comes_about_after_its_owner_was_killed_is_thawed() {
     let Some(scene) = Scene::new(what) else { return };
     // Killed beyond the limit, and before it.
     for limit in [Duration::from_millis(200), Duration::from_secs(60)] {
-        let Some(stalled) = Stalled::new(&scene, what) else { return };
+        let Some(stalled) = stalled(&scene, what) else { return };
         let mut child = freezer(&scene, limit, None);
         hears(&mut child, "prepared");
         let process = PathBuf::from(format!("/proc/{}", child.id()));

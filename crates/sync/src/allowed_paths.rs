@@ -32,11 +32,12 @@ const INTO: &str = "--into";
 /// Refuses a folder for replicas to which another user may write, where this is root: that user could exchange what is in it at any moment, and
 /// have root write elsewhere.
 fn refuse_foreign(folder: &Path, found: &Metadata) -> Result<(), SyncError> {
-    let is_open = found.uid() != 0 || found.mode() & 0o002 != 0;
+    // What an access control list lets others do shows in the bits of the group. A sticky bit keeps them from no new name.
+    let is_open = found.uid() != 0 || found.mode() & 0o022 != 0;
     if is_open && rustix::process::geteuid().is_root() {
         return Err(SyncError::Refused(format!(
             "other users may write to {}, and replicas are received here as root: run \"dsync receive\" as the user whose folder it is, such as by \
-             User= in its unit, or give the folder to root alone",
+             User= in its unit, or let root alone write there (chown root, chmod go-w)",
             folder.display()
         )));
     }

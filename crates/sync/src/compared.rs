@@ -9,13 +9,19 @@ use compare::{DigestReport, Finding, Scope};
 use device::Disk;
 use extents::Bitmap;
 use link::Receiver;
-use source::View;
+use source::{Attended, There, View};
 
 use crate::dense::fill_dense;
 use crate::error::SyncError;
 use crate::messages::{CLAIM, expect};
 use crate::pack::reading;
 use crate::report::Totals;
+
+/// Fails once the link is cut, with its error: what only reads for the other side ends with it.
+pub(crate) fn while_linked(receiver: &Receiver) -> There {
+    let watch = receiver.watch();
+    Arc::new(move || watch().map_err(io::Error::other))
+}
 
 /// A comparison of a disk with a replica.
 pub(crate) struct Comparison<'a> {
@@ -52,12 +58,13 @@ impl Comparison<'_> {
         };
         totals.expect(scope.bytes());
         let mut seen = RangeCounter { ranges: &scope.ranges, before: 0 };
+        let disk: Arc<dyn Disk> = Arc::new(Attended::new(self.disk.clone(), while_linked(receiver)));
         let widen = |blocks: &Bitmap| {
             if self.fill {
                 fill_dense(blocks);
             }
         };
-        let compared = compare::differences(&self.disk, scope, widen, hear, |finding| {
+        let compared = compare::differences(&disk, scope, widen, hear, |finding| {
             let upto = match finding {
                 Finding::Upto(upto, read) => {
                     totals.read.fetch_add(read, Relaxed);

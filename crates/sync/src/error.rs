@@ -145,6 +145,10 @@ impl SyncError {
 
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> SyncError {
         let what = what.into();
-        move |error| SyncError::Io { what, error }
+        move |error| match error.get_ref().and_then(|error| error.downcast_ref::<link::Error>()) {
+            // A read for a peer that has left.
+            Some(cut) => cut.clone().into(),
+            None => SyncError::Io { what, error },
+        }
     }
 }

@@ -14,8 +14,9 @@ use replica::{
     Commit, Coverage, DeltaReceiver, Herald, Keep, KnownReplicas, Replica, ReplicaError, SourceTime,
 };
 use serde::Serialize;
-use source::{SourceError, StateDir};
+use source::{Attended, SourceError, StateDir};
 
+use crate::compared::while_linked;
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
@@ -485,6 +486,8 @@ impl ReplicaEnd<'_> {
         scope: &Scope,
         kept: Option<&ReplicaDigests>,
     ) -> std::io::Result<()> {
+        // At a low rate nothing is said for long.
+        let disk: &Arc<dyn Disk> = &(Arc::new(Attended::new(disk.clone(), while_linked(self.receiver))) as _);
         let mut done = 0;
         let say = |report: DigestReport, digests: Vec<u8>| {
             let range = report.range();

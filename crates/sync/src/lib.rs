@@ -105,7 +105,7 @@ pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary,
 pub use options::{LiveOptions, SyncOptions, Unreadable, Way};
 pub use pipeline::Stages;
 pub use promote::{PromoteOptions, Promotion, promote};
-pub use pull::{Pull, PullContext, SourceInfo, SourceRequest, Task, send};
+pub use pull::{Pull, PullClient, PullContext, SourceInfo, SourceRequest, Task, send};
 pub use push::push;
 #[doc(hidden)]
 pub use receive::receive_over;

@@ -129,6 +129,15 @@ pub struct PullContext<'a> {
     pub progress: Progress<'a>,
 }
 
+/// The other end of a pull, where it is a peer of a listener.
+#[derive(Debug, Clone, Copy)]
+pub struct PullClient<'a> {
+    /// The name under which its key is pinned.
+    pub name: &'a str,
+    /// The longest freeze of a live disk that it gets.
+    pub freeze_limit: Duration,
+}
+
 impl Pull {
     /// Brings the replica up to date from the source at the other end of `link`.
     ///
@@ -225,13 +234,10 @@ impl Pull {
         if let AllowedPaths::Anything = allowed {
             return Ok(self.source.clone());
         }
-        let usual = CutOptions::default().limit;
-        let long = matches!(&self.task, Task::Sync(options) if options.live.cut.limit > usual);
         for (option, given) in [
             ("--block-size", self.open.block_size.is_some()),
             ("--trust-device", self.open.trust_device),
             ("--allow-shrink", self.open.allow_shrink),
-            ("a --freeze-limit above 10 seconds", long),
         ] {
             if given {
                 return Err(SyncError::Refused(format!(
@@ -249,9 +255,10 @@ impl Pull {
         (sender, receiver): (&Sender, &Receiver),
         state: &StateDir,
         allowed: &AllowedPaths,
-        peer: Option<&str>,
+        client: Option<PullClient<'_>>,
     ) -> Result<(), SyncError> {
-        let way = Way::Pulled(peer.map_or_else(|| self.host.clone(), str::to_owned));
+        let name = client.map_or(&*self.host, |client| client.name);
+        let way = Way::Pulled(name.to_owned());
         let options = SourceOptions {
             block_size: self.open.block_size,
             trust_device: self.open.trust_device,
@@ -265,6 +272,10 @@ impl Pull {
         match &mut self.task {
             Task::Sync(options) => {
                 options.way = way;
+                if let Some(client) = client {
+                    let cut = &mut options.live.cut;
+                    *cut = CutOptions { limit: cut.limit.min(client.freeze_limit), for_peer: true, ..*cut };
+                }
                 let done = begun.and_then(|()| push_over(ends, &handle, path, &name, options, &|_, _| {}));
                 sender.send_json(RESULT, &close(handle, done)?)?;
             }
@@ -278,17 +289,17 @@ impl Pull {
     }
 }
 
-/// Serves one pull as the source's end of `link`. Errors are reported to the other end too. `peer` is the other end's name, if
+/// Serves one pull as the source's end of `link`. Errors are reported to the other end too. `client` is the other end, if
 /// it is known better than by its own word.
 pub fn send(
     link: Link,
     state: &StateDir,
     allowed: &AllowedPaths,
-    peer: Option<&str>,
+    client: Option<PullClient<'_>>,
 ) -> Result<(), SyncError> {
     let (sender, receiver) = link.split();
     let pull = Pull::hear(&receiver);
-    match pull.and_then(|pull| pull.serve((&sender, &receiver), state, allowed, peer)) {
+    match pull.and_then(|pull| pull.serve((&sender, &receiver), state, allowed, client)) {
         Ok(()) => part(sender, &receiver, Ok(())),
         Err(error) => {
             report(sender, &receiver, &error);
@@ -427,7 +438,8 @@ mod tests {
     /// What a request gets from a source's side that offers a folder.
     fn asked(place: &Place, pull: &Pull, offer: &Path) -> SyncError {
         let (state, offer) = (place.state.clone(), AllowedPaths::sources(&[offer.to_path_buf()]).unwrap());
-        place.pull_from(pull, move |link| drop(send(link, &state, &offer, Some("peer")))).unwrap_err()
+        let client = PullClient { name: "peer", freeze_limit: Duration::from_secs(10) };
+        place.pull_from(pull, move |link| drop(send(link, &state, &offer, Some(client)))).unwrap_err()
     }
 
     #[test]
@@ -442,15 +454,10 @@ mod tests {
             assert_eq!(error.class(), Class::Refused);
         }
         let open = |open: SourceRequest| Pull { open, ..of(&disk) };
-        let slow = LiveOptions {
-            cut: CutOptions { limit: Duration::from_secs(11), ..CutOptions::default() },
-            ..LiveOptions::default()
-        };
         for pull in [
             open(SourceRequest { block_size: Some(8192), ..SourceRequest::default() }),
             open(SourceRequest { trust_device: true, ..SourceRequest::default() }),
             open(SourceRequest { allow_shrink: true, ..SourceRequest::default() }),
-            place.pull(sync(SyncOptions { live: slow, ..SyncOptions::default() })),
         ] {
             let error = asked(&place, &pull, &place.path("disk"));
             assert!(error.to_string().contains("not allowed for remote clients"), "{pull:?}: {error}");

@@ -12,7 +12,7 @@ use link::{Receiver, Sender};
 use source::View;
 use uuid::Uuid;
 
-use crate::compared::Comparison;
+use crate::compared::{Comparison, while_linked};
 use crate::error::{Class, SyncError};
 use crate::messages::{COMMITTED, Committed, FAILED, PLAN, PREPARED, Plan, SUMS, Status, expect, unexpected};
 use crate::options::{SyncOptions, Unreadable};
@@ -79,6 +79,7 @@ impl Transfer<'_> {
 
     /// Sends what the plan wants.
     fn send_wanted(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
+        let view = &Arc::new(view.attended(while_linked(self.receiver)));
         let count = plan.wanted.count(&**view).map_err(SyncError::io("look for data in the source"))?;
         self.sender
             .send_json(PLAN, &Plan { bytes: count.bytes, data: count.read, ..self.announced(plan) })?;
@@ -137,6 +138,7 @@ impl Transfer<'_> {
 
     /// Sends what makes the replica equal to the view, as copies where the replica has it elsewhere.
     fn send_moved(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
+        let view = &Arc::new(view.attended(while_linked(self.receiver)));
         // If the replica claims to be far larger than its source, not all of it is worth the memory.
         let before = plan.header.size_before.min(view.len().saturating_mul(2).max(LEAST_ASKED));
         let keep_going = self.options.unreadable >= Unreadable::SendAnew;

@@ -236,7 +236,7 @@ fn between(
 }
 
 fn options(freeze: FreezeMode) -> SyncOptions {
-    let cut = CutOptions { freeze, limit: Duration::from_secs(5), together: false };
+    let cut = CutOptions { freeze, limit: Duration::from_secs(5), ..CutOptions::default() };
     SyncOptions { live: LiveOptions { passes: 6, cut }, ..SyncOptions::default() }
 }
 

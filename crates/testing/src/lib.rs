@@ -4,7 +4,8 @@
 //! - [`faulty`]: disks and folders that fail, and a power supply that is cut;
 //! - [`contract()`]: the tests that every disk passes;
 //! - [`in_memory`], [`on_disk`], [`Loop`], [`Mount`]: scratch places; [`leftovers`]: what killed tests have left of these;
-//! - [`need`], [`skipped`], [`rounds`]: what a test needs of the machine, and how long it may take.
+//! - [`need`], [`skipped`], [`rounds`]: what a test needs of the machine, and how long it may take;
+//! - [`stalled`]: a write that every freeze waits for.
 //!
 //! Environment:
 //! - `DSYNC_SEED`: the seed of a run to repeat; every test prints its own.
@@ -19,6 +20,7 @@ pub mod leftovers;
 mod needs;
 mod random;
 mod scratch;
+pub mod stalled;
 mod stopwatch;
 
 pub use contract::contract;

@@ -5,11 +5,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use dsync_tests::listener::{HOST, Listening, Offering, key, trust};
 use dsync_tests::mount::Loop;
-use dsync_tests::{Run, Scene, Site, got, need, need_root, until};
+use dsync_tests::tracked::Tracked;
+use dsync_tests::{Background, Run, Scene, Site, got, need, need_root, until};
 use rustix::process::{Gid, Uid};
+use testing::stalled::{StalledWrite, is_freezing};
 
 const MIB: u64 = 1 << 20;
 const NOBODY: u32 = 65534;
@@ -97,6 +100,66 @@ fn a_key_that_is_pinned_to_push_to_is_no_client() {
     let list = scene.site.dsync(["key", "list"]).ok().text();
     assert!(list.contains("for push,serve"), "{list}");
     scene.site.dsync(["key", "trust", "x", &key(&far.site)]).code(2).says(&["--for"]);
+}
+
+/// A peer gets freezes as short as the offering host says, and the disk has time to work between them.
+#[test]
+fn a_peer_freezes_a_disk_for_a_tenth_of_the_time() {
+    let what = "freezes for a peer";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (near, device) = (Site::new(), tracked.device());
+    let offering = Offering::start(&tracked.site, &[device], &["--freeze-limit", "1s"]);
+    trust(&near, HOST, &tracked.site, &[]);
+    trust(&tracked.site, "vault", &near, &["--for", "serve"]);
+    let source = offering.source(device.to_str().expect("a name"));
+    let pull = || near.dsync(["sync", "--freeze-limit", "60"]).arg(&source).arg(near.path("copy.raw"));
+    let Some(stalled) = StalledWrite::new(&tracked.place.join("stalled"), what) else { return };
+    let pulling = pull().start();
+    let process = Path::new("/proc").join(offering.process.pid().as_raw_nonzero().to_string());
+    until("it freezes", || is_freezing(&process));
+    std::thread::sleep(Duration::from_millis(1200));
+    stalled.end();
+    let failed = pulling.output(Duration::from_secs(20));
+    assert_eq!(failed.status.code(), Some(4), "{failed}");
+    failed.says(&["longer than its limit of 1000 ms"]);
+    pull().arg("--wait=1s").code(6).says(&["gave up after waiting", "no more than a tenth of the time"]);
+    // The host's own syncs are not held up.
+    tracked.site.sync(device, &tracked.site.path("own.raw"), &["--freeze", "require"]).ok();
+}
+
+/// What a peer has started ends when it leaves, also where nothing is sent to it for long: its disk is free for the next.
+#[test]
+fn work_for_a_peer_that_has_left_ends() {
+    let (mut scene, far) = (Scene::new("a peer that leaves", 16 * MIB), Listening::new(&[]));
+    let near = Site::new();
+    scene.change(2000);
+    trust(&scene.site, HOST, &far.site, &[]);
+    trust(&far.site, "near", &scene.site, &["--for", "serve"]);
+    far.sync(&scene, &[]).ok();
+    trust(&near, HOST, &scene.site, &[]);
+    trust(&scene.site, "vault", &near, &["--for", "serve"]);
+    let offering = Offering::start(&scene.site, &[&scene.image], &[]);
+    let source = offering.source(scene.image.to_str().expect("a name"));
+    near.dsync(["sync"]).arg(&source).arg(near.path("copy.raw")).ok();
+    // At this rate the second chunk is read a minute after the first.
+    let slow = |run: Run| run.args(["--rate", "16K"]);
+    let pushed = || scene.site.dsync(["verify"]).arg(&scene.image).arg(far.destination("vm.raw"));
+    let pulled = || near.dsync(["verify"]).arg(&source).arg(near.path("copy.raw"));
+    let verifies: [(&Background, &dyn Fn() -> Run); 2] =
+        [(far.process(), &pushed), (&offering.process, &pulled)];
+    for (listener, verify) in verifies {
+        let count = |word: &str| listener.stderr_so_far().matches(word).count();
+        let (started, failed) = (count("session started"), count("session failed"));
+        let client = slow(verify()).start();
+        until("a session starts", || count("session started") > started);
+        // By then it reads, and waits.
+        std::thread::sleep(Duration::from_secs(1));
+        client.killed();
+        let left = std::time::Instant::now();
+        until("the session ends", || count("session failed") > failed);
+        assert!(left.elapsed() < Duration::from_secs(10), "it went on for {:?}", left.elapsed());
+        verify().arg("--wait=10s").ok();
+    }
 }
 
 /// A job runs commands as root: nobody else may have written it.
@@ -258,7 +321,21 @@ fn what_is_no_log_of_a_reader_stops_no_sync() {
     scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
 }
 
-/// The owner of a folder could exchange what is in it while root writes there.
+const ACL: &str = "system.posix_acl_access";
+
+/// Adds another user to who may write to a folder, as `setfacl -m u:nobody:rwx` does.
+fn let_nobody_write(folder: &Path) -> io::Result<()> {
+    // Its tags: the owner, a user, the group, the mask, others.
+    let entries =
+        [(1u16, 7u16, u32::MAX), (2, 7, NOBODY), (4, 5, u32::MAX), (16, 7, u32::MAX), (32, 5, u32::MAX)];
+    let mut list = 2u32.to_le_bytes().to_vec();
+    for (tag, rights, id) in entries {
+        list.extend([&tag.to_le_bytes()[..], &rights.to_le_bytes(), &id.to_le_bytes()].concat());
+    }
+    Ok(rustix::fs::setxattr(folder, ACL, &list, rustix::fs::XattrFlags::empty())?)
+}
+
+/// Who may write to a folder could exchange what is in it while root writes there.
 #[test]
 fn root_receives_into_no_folder_of_another_user() {
     if !need_root("folders of another user") {
@@ -271,14 +348,20 @@ fn root_receives_into_no_folder_of_another_user() {
     let sub = far.folder().join("sub");
     std::fs::create_dir(&sub).expect("a folder");
     let sync = || far.sync_to(&scene, &far.destination("sub/vm.raw"), &[]);
-    for (owner, open) in [(NOBODY, 0o755), (0, 0o777)] {
+    let modes = [(NOBODY, 0o755), (0, 0o777), (0, 0o1777), (0, 0o775), (0, 0o1775)];
+    let cases = modes.map(|(owner, open)| (owner, open, false)).into_iter().chain([(0, 0o755, true)]);
+    for (owner, open, listed) in cases {
         chown(&sub, Some(owner), None).expect("root may");
         std::fs::set_permissions(&sub, PermissionsExt::from_mode(open)).expect("root may");
+        if listed && !got(let_nobody_write(&sub), "an access control list") {
+            continue;
+        }
         sync().code(4).says(&way);
         assert_eq!(sub.read_dir().expect("a folder").count(), 0);
         let receive = far.site.dsync(["receive", "--listen", "127.0.0.1:0", "--into"]).arg(&sub);
-        receive.limit(std::time::Duration::from_secs(10)).code(4).says(&way);
+        receive.limit(Duration::from_secs(10)).code(4).says(&way);
     }
+    let _ = rustix::fs::removexattr(&sub, ACL);
     std::fs::set_permissions(&sub, PermissionsExt::from_mode(0o755)).expect("root may");
     sync().ok();
 }

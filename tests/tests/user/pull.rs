@@ -590,9 +590,7 @@ fn a_pull_over_tls_reads_what_is_offered_and_nothing_else() {
         );
         assert!(!pulling.replica().exists(), "{path}");
     }
-    for option in
-        [&["--trust-device"][..], &["--allow-shrink"], &["--block-size", "8K"], &["--freeze-limit", "60"]]
-    {
+    for option in [&["--trust-device"][..], &["--allow-shrink"], &["--block-size", "8K"]] {
         sync(&served, option).code(4).says(&[option[0], "not allowed for remote clients"]);
     }
     let summary = sync(&served, &["--connections", "3"]).ok().summary();
