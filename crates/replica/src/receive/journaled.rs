@@ -246,11 +246,10 @@ impl ToJournal {
             }
             return Err(e);
         }
-        let gave = self.gave.load(SeqCst);
         if let Err(e) = close(self.file, replica.state()) {
-            return Err(replica.journal_failed(gave, e));
+            return Err(replica.journal_failed(self.gave.load(SeqCst), e));
         }
-        if gave {
+        if self.gave.load(SeqCst) {
             replica.warn_of_room();
         }
         Ok((Some(contents), (bytes, copied)))

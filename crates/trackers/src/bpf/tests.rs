@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use device::Folder;
@@ -58,8 +59,16 @@ impl Loop {
     }
 
     fn over(image: PathBuf, folder: tempfile::TempDir) -> Loop {
-        let device = run(&format!("losetup -P -f --show {}", image.display())).into();
-        Loop { device, image, folder }
+        // Of a number that no other test is given while this one detaches it.
+        static NEXT: AtomicU32 = AtomicU32::new(300);
+        let program = testing::find("losetup").expect("losetup");
+        let attached = (0..100).find_map(|_| {
+            let device = PathBuf::from(format!("/dev/loop{}", NEXT.fetch_add(1, SeqCst)));
+            let losetup =
+                Command::new(&program).arg("-P").arg(&device).arg(&image).stderr(Stdio::null()).status();
+            losetup.is_ok_and(|status| status.success()).then_some(device)
+        });
+        Loop { device: attached.expect("a loop device"), image, folder }
     }
 
     /// A node for a partition of so many MiB, which the kernel is told of where it does not read such tables itself.
