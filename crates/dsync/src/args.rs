@@ -334,8 +334,8 @@ pub(crate) enum Command {
         dsync recover /srv/vm.raw\n      \
         complete what was interrupted; every command that opens a replica does\n  \
         dsync recover --accept /srv/vm.raw\n      \
-        \"cp -a\" brought it back, and its source is not there to compare it with: take\n      \
-        it for what it was, with its past")]
+        \"cp -a\" brought it back, and its source is not there to compare it with:\n      \
+        take it for what it was, with its past")]
     Recover(Recover),
 
     /// Bring a replica back to an earlier moment, or list the moments that were kept
