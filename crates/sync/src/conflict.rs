@@ -89,13 +89,13 @@ pub enum Conflict {
     },
     /// What is to be adopted is not a copy of the source.
     #[error(
-        "{} of the {} of data in {} differ from source {}: it may be the wrong destination. Nothing was changed. If what it holds can be \
+        "{} of the {} of data that were compared in {} differ from source {}: it may be the wrong destination. Nothing was changed. If what it holds can be \
          lost, pass --adopt=overwrite", device::human_size(*differing), device::human_size(*held), replica.display(), path.display()
     )]
     Unlike {
         /// What is to be adopted.
         replica: PathBuf,
-        /// Bytes of its blocks that are not zeroes.
+        /// Bytes of those of its blocks that were compared and are not zeroes: of a large disk, a sample.
         held: u64,
         /// Those of blocks that differ.
         differing: u64,
