@@ -458,12 +458,12 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
     Ok((all, sources))
 }
 
-/// Refuses a replica that holds what its source never was, and says of any other what its readers see.
+/// Refuses a replica that holds what its source never was, and says of any other what its clients see.
 fn check_whole(image: &Path, state: &StateDir, output: &Output) -> Result<()> {
     state.settle(image)?;
     if state.lineage(image, &state.opening(None))?.is_some_and(|lineage| lineage.role.promoted.is_none()) {
         output.warn(&format!(
-            "{0} is a replica: who reads it while a sync commits sees parts of two moments. {0}@now shows one",
+            "{0} is a replica: clients that read it while a sync commits see parts of two moments. {0}@now shows one",
             image.display()
         ));
     }

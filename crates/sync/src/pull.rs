@@ -103,7 +103,8 @@ pub struct SourceInfo {
 impl From<&Handle> for SourceInfo {
     fn from(handle: &Handle) -> SourceInfo {
         let about = handle.about();
-        // Later, what a guest has written to the first block of its disk does not matter. The history is read for those that look like one alone.
+        // Later, what a guest has written to the first block of its disk does not matter. The history is read only
+        // for what looks like a container.
         let is_new = |_: &&str| !handle.is_served() && matches!(handle.last_epoch(), Ok(None));
         let container = device::container_format(&about.path).filter(is_new);
         SourceInfo {

@@ -53,8 +53,9 @@ struct Resolved {
 }
 
 impl Replica {
-    /// Removes a journal that cannot be written; `gave`: to which moments gave way. If space is short, others need it too; and after a failed sync the kernel drops
-    /// what it could not write, so that a later sync succeeds over a journal that is not there.
+    /// Removes a journal that cannot be written. If space is short, others need it too; and after a failed sync the kernel drops
+    /// what it could not write, so that a later sync succeeds over a journal that is not there. `gave`: moments were dropped to
+    /// make room for it.
     pub(super) fn journal_failed(&mut self, gave: bool, error: io::Error) -> ReplicaError {
         self.give_up_journal();
         let state = match gave {
