@@ -46,9 +46,6 @@ pub enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "kebab-case")]
 pub enum Gap {
-    /// The log no longer has it.
-    #[error("the changes since are no longer kept")]
-    Dropped,
     /// An entry of the log cannot be read.
     #[error("a part of the log is damaged")]
     Damaged,
@@ -107,4 +104,25 @@ pub struct Commit {
     pub time: u64,
     /// What is known of its changes since the commit before it.
     pub changes: Changes,
+}
+
+#[cfg(test)]
+impl Commit {
+    /// A single one of this kind, made here.
+    pub(crate) fn made(at: Point, birth: Option<Point>, kind: Kind, id: Option<Uuid>) -> Commit {
+        let (size, block_size, changes) = (1 << 30, 4096, Changes::Known);
+        Commit {
+            at,
+            first: at.n,
+            id,
+            birth,
+            kind,
+            own: true,
+            group: None,
+            size,
+            block_size,
+            time: 0,
+            changes,
+        }
+    }
 }

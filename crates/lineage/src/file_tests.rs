@@ -4,27 +4,14 @@ use device::Dir;
 use extents::Extents;
 use uuid::Uuid;
 
-use crate::{Changes, Commit, Gap, Head, Kind, LogFile, Path, Point, Relation, Set, Side, relation};
+use crate::{Commit, Gap, Head, Kind, LogFile, Path, Point, Relation, Set, Side, relation};
 
 const LIFE: u128 = 7;
 
 fn commit(life: u128, n: u64, birth: Option<Point>, kind: Kind) -> Commit {
     let at = Point { life: Uuid::from_u128(life), n };
     let id = Some(Uuid::from_u128(life << 64 | u128::from(n)));
-    let (size, block_size) = (1 << 30, 4096);
-    Commit {
-        at,
-        first: n,
-        id,
-        birth,
-        kind,
-        own: true,
-        group: None,
-        size,
-        block_size,
-        time: n,
-        changes: Changes::Known,
-    }
+    Commit::made(at, birth, kind, id)
 }
 
 fn cut(n: u64) -> Commit {

@@ -89,20 +89,7 @@ impl Disk {
         random: &mut Random,
     ) -> Commit {
         let id = Some(Uuid::from_u128(u128::from(random.bits())));
-        let (size, block_size) = (BLOCKS as u64, 1);
-        Commit {
-            at,
-            first: at.n,
-            id,
-            birth,
-            kind,
-            own: true,
-            group: None,
-            size,
-            block_size,
-            time: 0,
-            changes,
-        }
+        Commit { changes, ..Commit::made(at, birth, kind, id) }
     }
 
     /// Begins a life, as a source that is opened or a replica that is promoted.

@@ -126,7 +126,7 @@ impl Log {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Changes, Commit, Kind, Log, Point};
+    use crate::{Commit, Kind, Log, Point};
     use uuid::Uuid;
 
     /// Of another life, another maker or another kind, or of a lower number: each stays apart.
@@ -134,20 +134,7 @@ mod tests {
     fn only_successors_fold() {
         let commit = |life, n, own, kind| {
             let at = Point { life: Uuid::from_u128(life), n };
-            let (size, block_size, changes) = (1, 4096, Changes::Known);
-            Commit {
-                at,
-                first: n,
-                id: None,
-                birth: None,
-                kind,
-                own,
-                group: None,
-                size,
-                block_size,
-                time: 0,
-                changes,
-            }
+            Commit { own, ..Commit::made(at, None, kind, None) }
         };
         let mut log = Log::default();
         let cut = |life, n, own| commit(life, n, own, Kind::Cut);

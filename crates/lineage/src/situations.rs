@@ -123,20 +123,7 @@ impl Disk {
     fn push(&mut self, n: u64, kind: Kind, id: Option<Uuid>, changes: Changes, said: &Said) {
         let life = self.at().life;
         let (at, birth) = (Point { life, n }, said.births[&life]);
-        let (size, block_size) = (1 << 30, 4096);
-        self.log.push(Commit {
-            at,
-            first: n,
-            id,
-            birth,
-            kind,
-            own: true,
-            group: None,
-            size,
-            block_size,
-            time: 0,
-            changes,
-        });
+        self.log.push(Commit { changes, ..Commit::made(at, birth, kind, id) });
     }
 
     fn side(&self) -> Side<'_> {
