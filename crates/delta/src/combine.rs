@@ -235,6 +235,7 @@ fn join(first: &Header, second: &Header, number: usize) -> Result<Header> {
         batch: second.batch,
         partial: false,
         rehearsed: false,
+        lives: second.lives.clone(),
     };
     header.limit_chain();
     Ok(header)

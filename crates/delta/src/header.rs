@@ -3,6 +3,7 @@
 use std::fmt;
 
 use device::Buf;
+use lineage::{Lives, Point};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use uuid::Uuid;
@@ -21,7 +22,8 @@ const FUZZY: u32 = 4;
 const BATCH: u32 = 16;
 const PARTIAL: u32 = 32;
 const REHEARSED: u32 = 64;
-const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH | PARTIAL | REHEARSED;
+const WHOLE_PATH: u32 = 128;
+const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH | PARTIAL | REHEARSED | WHOLE_PATH;
 
 /// How the changes were found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -102,6 +104,8 @@ pub struct Header {
     pub partial: bool,
     /// What was written over a replica's state in a rehearsal: no moment of its source. It makes that replica the source.
     pub rehearsed: bool,
+    /// The way to the moment that the delta leads to. Bound to a replica's state, it may begin with the newest life that the replica knows.
+    pub lives: Lives,
 }
 
 impl Header {
@@ -128,6 +132,7 @@ impl Header {
             batch: false,
             partial: false,
             rehearsed: false,
+            lives: Lives::default(),
         }
     }
 
@@ -183,6 +188,8 @@ impl Header {
             "it is of a part, but was not found by comparing"
         } else if self.rehearsed && !self.batch {
             "it is of a rehearsal, but does not say of which state of a replica"
+        } else if !self.lives.is_sound() {
+            "the lives that led to it are too many, or repeat themselves"
         } else if self.is_seed() && chain.len() > 1 {
             "a seed spans one epoch, not several"
         } else {
@@ -195,13 +202,15 @@ impl Header {
     pub(crate) fn encode(&self) -> Result<Unit> {
         self.check()?;
         let mut flags = 0;
-        let mut head = Vec::with_capacity(72 + self.chain.len() * 24 + 16 + 56 + 16);
+        let mut head =
+            Vec::with_capacity(72 + (self.chain.len() + self.lives.lives().len()) * 24 + 16 + 56 + 16);
         flags |= if self.binds.is_some() { BINDS } else { 0 };
         flags |= if self.resumes.is_some() { RESUMES } else { 0 };
         flags |= if self.fuzzy { FUZZY } else { 0 };
         flags |= if self.batch { BATCH } else { 0 };
         flags |= if self.partial { PARTIAL } else { 0 };
         flags |= if self.rehearsed { REHEARSED } else { 0 };
+        flags |= if self.lives.is_whole() { WHOLE_PATH } else { 0 };
         head.extend(VERSION.to_le_bytes());
         head.extend([self.method as u8, 0]);
         head.extend(flags.to_le_bytes());
@@ -212,10 +221,14 @@ impl Header {
         head.extend(self.size_before.to_le_bytes());
         head.extend(self.size_after.to_le_bytes());
         head.extend((self.chain.len() as u32).to_le_bytes());
-        head.extend([0; 4]);
+        head.extend((self.lives.lives().len() as u32).to_le_bytes());
         for epoch in &self.chain {
             head.extend(epoch.number.to_le_bytes());
             head.extend(epoch.id.as_bytes());
+        }
+        for life in self.lives.lives() {
+            head.extend(life.n.to_le_bytes());
+            head.extend(life.life.as_bytes());
         }
         if let Some(nonce) = &self.binds {
             head.extend(nonce.as_bytes());
@@ -253,8 +266,7 @@ impl Header {
         let block_size = fields.u32()?;
         let (stream, source) = (fields.uuid()?, fields.uuid()?);
         let (size_before, size_after) = (fields.u64()?, fields.u64()?);
-        let count = fields.u32()? as usize;
-        fields.reserved(4)?;
+        let (count, lives) = (fields.u32()? as usize, fields.u32()? as usize);
         if count > MAX_CHAIN {
             return Err(Error::TooLong {
                 unit: 0,
@@ -263,10 +275,20 @@ impl Header {
                 limit: MAX_CHAIN as u64,
             });
         }
+        if lives > Lives::MOST {
+            let (found, limit) = (lives as u64, Lives::MOST as u64);
+            return Err(Error::TooLong { unit: 0, what: "lives in its path", found, limit });
+        }
         let mut chain = Vec::new();
         let mut epochs = Fields { rest: fields.bytes(count * 24)?, unit: 0 };
         while !epochs.rest.is_empty() {
             chain.push(Epoch { number: epochs.u64()?, id: epochs.uuid()? });
+        }
+        let mut path = Vec::new();
+        let mut points = Fields { rest: fields.bytes(lives * 24)?, unit: 0 };
+        while !points.rest.is_empty() {
+            let n = points.u64()?;
+            path.push(Point { life: points.uuid()?, n });
         }
         let binds = if flags & BINDS != 0 { Some(fields.uuid()?) } else { None };
         let resumes = if flags & RESUMES != 0 {
@@ -295,6 +317,7 @@ impl Header {
             batch: flags & BATCH != 0,
             partial: flags & PARTIAL != 0,
             rehearsed: flags & REHEARSED != 0,
+            lives: Lives::of(path, flags & WHOLE_PATH != 0),
         };
         header.check()?;
         Ok(header)

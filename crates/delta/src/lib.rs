@@ -24,6 +24,7 @@
 //!     batch: false,
 //!     partial: false,
 //!     rehearsed: false,
+//!     lives: lineage::Lives::default(),
 //! };
 //! let mut writer = Writer::new(Vec::new());
 //! let (mut encoder, unit) = Encoder::new(&header, None)?;
@@ -59,7 +60,6 @@ mod frame;
 mod header;
 mod ledger;
 mod limits;
-mod line;
 mod stream;
 mod unit;
 mod unit_kind;
@@ -73,7 +73,6 @@ pub use frame::{Compressor, Decoded, Decompressor, Encoded, Frame, Record, decod
 pub use header::{Header, Method, Resume, VERSION};
 pub use ledger::Totals;
 pub use limits::{MAX_CHAIN, MAX_DATA, MAX_RECORDS};
-pub use line::{Line, Term};
 pub use stream::{Reader, Units, Writer};
 pub use unit::Unit;
 pub use unit_kind::UnitKind;

@@ -190,11 +190,11 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, (demote, rewind): (&str,
         output.say("  its old source has ended there: nothing that was written to it is lost");
         return;
     }
-    if let Some(term) = &promotion.gave_up {
+    if let Some(gave) = &promotion.gave_up {
         output.say(&format!(
             "  nothing that was written to it is lost; what its old source wrote after epoch {} is given up, as it was when this disk was promoted to \
              term {}. If that source returns, run \"{demote}\" there before anything uses it",
-            term.began.number, term.number
+            gave.began.number, gave.term
         ));
         return;
     }

@@ -10,13 +10,34 @@ use uuid::Uuid;
 pub struct Point {
     /// One opening of a source for writing, to its end. Random.
     pub life: Uuid,
-    /// Rises by one with each cut and each batch of a mirror.
+    /// Rises with each cut and each batch of a mirror: the number of the last cut in the upper 40 bits, which rises along a path, and that of
+    /// the batches since in the lower 24.
     pub n: u64,
 }
+
+/// The bits of [`Point::n`] that number batches.
+const BATCH_BITS: u32 = 24;
 
 impl Point {
     /// Of no life.
     pub(crate) const NOWHERE: Point = Point { life: Uuid::nil(), n: 0 };
+    /// The most batches after a cut.
+    pub const MOST_BATCHES: u64 = (1 << BATCH_BITS) - 1;
+
+    /// The number that so many batches have after a cut.
+    pub fn number(cut: u64, batches: u64) -> u64 {
+        (cut << BATCH_BITS) | batches.min(Point::MOST_BATCHES)
+    }
+
+    /// The number of the last cut.
+    pub fn cut(&self) -> u64 {
+        self.n >> BATCH_BITS
+    }
+
+    /// The batches since.
+    pub fn batches(&self) -> u64 {
+        self.n & Point::MOST_BATCHES
+    }
 }
 
 impl fmt::Display for Point {

@@ -4,7 +4,7 @@ use device::Dir;
 use extents::Extents;
 use uuid::Uuid;
 
-use crate::{Commit, Gap, Head, Kind, LogFile, Path, Point, Relation, Set, Side, relation};
+use crate::{Commit, Gap, Head, Kind, Lives, LogFile, Point, Relation, Set, Side, relation};
 
 const LIFE: u128 = 7;
 
@@ -67,7 +67,7 @@ fn what_was_added_is_read_again() {
     let scene = Scene::with(3);
     let mut log = scene.open();
     assert!(!log.append(cut(2), &blocks(2)).expect("nothing fails"), "it is there already");
-    let since = Path::to(at(3), log.log()).since(&at(1), log.log()).expect("all is known");
+    let since = Lives::to(at(3), log.log()).changes_after(&at(1), log.log()).expect("all is known");
     assert_eq!(log.changed(&since).expect("it can be read"), blocks(2).union(&blocks(3)));
     let nothing = Scene::new();
     assert!(LogFile::open(&nothing.folder, false).expect("nothing fails").is_none());
@@ -121,7 +121,7 @@ fn damage_is_a_gap_and_never_another_answer() {
         let cuts = log.log().commits().len();
         assert!((3..=4).contains(&cuts), "{cuts} cuts are read with byte {at_byte} damaged");
         let tip = log.log().commits()[cuts - 1].at;
-        let since = Path::to(tip, log.log()).since(&at(1), log.log());
+        let since = Lives::to(tip, log.log()).changes_after(&at(1), log.log());
         match since {
             Ok(found) => {
                 let expected = (2..=tip.n).fold(Extents::new(), |all, n| all.union(&blocks(n)));
@@ -154,7 +154,7 @@ fn ten_years_are_small_and_nothing_is_forgotten() {
     assert!(bytes < 1 << 20, "{bytes} bytes");
     drop(log);
     let log = scene.open();
-    let path = Path::to(tip, log.log());
+    let path = Lives::to(tip, log.log());
     assert!(path.is_whole());
     for week in 1..=weeks {
         let life = Uuid::from_u128(u128::from(week as u64));
@@ -162,7 +162,8 @@ fn ten_years_are_small_and_nothing_is_forgotten() {
         assert!(!path.has(&Point { life, n: of_a_week + 1 }), "that was another branch");
     }
     // What is folded names more than was asked for, and never less.
-    let since = path.since(&Point { life: tip.life, n: of_a_week - 2 }, log.log()).expect("all is known");
+    let since =
+        path.changes_after(&Point { life: tip.life, n: of_a_week - 2 }, log.log()).expect("all is known");
     let changed = log.changed(&since).expect("it can be read");
     assert!(changed.contains(of_a_week % 64) && changed.contains((of_a_week - 1) % 64));
 }
@@ -174,7 +175,7 @@ fn what_is_needed_stays_apart() {
     let mut log = scene.open();
     log.fold(&scene.folder, &[at(50)]).expect("it is folded");
     let log = scene.open();
-    let since = Path::to(at(600), log.log()).since(&at(50), log.log()).expect("all is known");
+    let since = Lives::to(at(600), log.log()).changes_after(&at(50), log.log()).expect("all is known");
     let changed = log.changed(&since).expect("it can be read");
     assert!(!changed.contains(50) && changed.contains(51) && changed.contains(600));
     assert!(log.log().commits().len() < 300);

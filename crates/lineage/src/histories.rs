@@ -7,7 +7,7 @@ use extents::Extents;
 use testing::Random;
 use uuid::Uuid;
 
-use crate::{Changes, Commit, Gap, Head, Kind, Log, Part, Path, Point, Relation, Set, Side, relation};
+use crate::{Changes, Commit, Gap, Head, Kind, Lives, Log, Part, Point, Relation, Set, Side, relation};
 
 const BLOCKS: usize = 12;
 const SITES: usize = 4;
@@ -165,7 +165,7 @@ impl Disk {
 
     /// What was done to it since a point of its own past; `None` if that is not known.
     fn since(&self, point: &Point) -> Option<BTreeSet<usize>> {
-        let commits = Path::to(self.at(), &self.log).since(point, &self.log).ok()?;
+        let commits = Lives::to(self.at(), &self.log).changes_after(point, &self.log).ok()?;
         let mut all: BTreeSet<usize> = commits.into_iter().flat_map(|at| self.blocks[at].clone()).collect();
         all.extend(&self.record);
         all.extend(blocks_of(&self.head.unsure));
@@ -322,7 +322,7 @@ impl World {
                     blocks.extend(&other.own);
                     blocks
                 });
-                let path = Path::to(other.at(), &other.log);
+                let path = Lives::to(other.at(), &other.log);
                 let known = path.has(&common) && other.head.parts.len() == 1;
                 other.head.unsure = lost.filter(|_| known).map_or(Set::All, |blocks| set(&blocks));
                 (other.head.own, other.own, other.record) = (Set::none(), BTreeSet::new(), BTreeSet::new());
@@ -360,7 +360,7 @@ impl World {
             .iter()
             .filter(|block| **block < upto)
             .for_each(|block| other.content[*block] = one.content[*block]);
-        let path = Path::to(one.at(), &one.log);
+        let path = Lives::to(one.at(), &one.log);
         for (commit, changed) in one.log.commits().iter().zip(&one.blocks) {
             if path.has(&commit.at) {
                 let changes = if since.is_some() { commit.changes } else { Changes::Unknown(Gap::Compared) };

@@ -3,7 +3,7 @@
 //!
 //! Each opening of a source begins a *life*; its commits are numbered within that life, so a [`Point`] is a life and a number. A life
 //! begins at a point of another one, which makes a tree of all that ever became of a disk. A disk stands at one point of it (its
-//! [`Head`]), and all that led there is its [`Path`].
+//! [`Head`]), and all that led there is its [`Lives`].
 //!
 //! [`relation`] compares two disks by their paths, and by what was written to each that is in no commit. It reads and writes nothing.
 //! What is not known is [`Relation::Unknown`], never a guess.
@@ -23,8 +23,8 @@ mod file_tests;
 mod head;
 #[cfg(test)]
 mod histories;
+mod lives;
 mod log;
-mod path;
 mod relation;
 #[cfg(test)]
 mod situations;
@@ -32,6 +32,6 @@ mod situations;
 pub use commit::{Changes, Commit, Gap, Kind, Point};
 pub use file::{LogError, LogFile};
 pub use head::{Head, Part, Set};
+pub use lives::{Branch, Lives};
 pub use log::Log;
-pub use path::Path;
 pub use relation::{Doubt, Relation, Side, relation};

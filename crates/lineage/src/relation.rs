@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Gap, Head, Log, Path, Point, Set};
+use crate::{Gap, Head, Lives, Log, Point, Set};
 
 /// A disk, for a comparison with another.
 #[derive(Debug, Clone, Copy)]
@@ -65,24 +65,14 @@ impl Side<'_> {
     }
 
     /// The way to the oldest of its parts: what it has whole.
-    fn path(&self) -> Path {
-        let mut paths = self.head.parts.iter().map(|part| Path::to(part.at, self.log));
-        let first = paths.next().unwrap_or_else(|| Path::to(Point::NOWHERE, self.log));
+    fn path(&self) -> Lives {
+        let mut paths = self.head.parts.iter().map(|part| Lives::to(part.at, self.log));
+        let first = paths.next().unwrap_or_else(|| Lives::to(Point::NOWHERE, self.log));
         paths.fold(first, |oldest, next| match next.tip() {
             Some(tip) if !oldest.has(tip) => oldest,
             _ => next,
         })
     }
-}
-
-/// The last point that two paths share. The beginning of a life is where its parent was left.
-fn common((mine, my_path): (&Log, &Path), (theirs, their_path): (&Log, &Path)) -> Option<Point> {
-    let mut shared = my_path.steps().filter_map(|step| {
-        let n = step.n.min(their_path.left(step.life)?);
-        Some(Point { life: step.life, n: mine.agrees(theirs, step.life, n) })
-    });
-    let is_first = |point: &Point| mine.birth(point.life).flatten().is_none();
-    shared.find(|point| point.n > 0 || is_first(point))
 }
 
 /// What `theirs` is to `mine`. That is a matter of what each holds, not of its role.
@@ -91,11 +81,12 @@ pub fn relation(mine: Side<'_>, theirs: Side<'_>) -> Relation {
         return Relation::Unknown(doubt);
     }
     let (my_path, their_path) = (mine.path(), theirs.path());
-    let Some(common) = common((mine.log, &my_path), (theirs.log, &their_path)) else {
+    let agrees = |life, n| mine.log.agrees(theirs.log, life, n);
+    let Some(common) = my_path.common(&their_path, agrees) else {
         let whole = my_path.is_whole() && their_path.is_whole();
         return Relation::Unknown(if whole { Doubt::Strangers } else { Doubt::Incomplete });
     };
-    let is_tip = |path: &Path| path.tip() == Some(&common);
+    let is_tip = |path: &Lives| path.tip() == Some(&common);
     let i_lack = !is_tip(&their_path) || !theirs.head.own.is_none();
     let they_lack = !is_tip(&my_path) || !mine.head.own.is_none();
     match (i_lack, they_lack) {
@@ -112,7 +103,7 @@ fn is_exact(head: &Head) -> bool {
 }
 
 /// From where on changes are sent.
-fn found(mine: &Side<'_>, path: &Path, theirs: &Head, common: Point) -> Result<Point, Gap> {
+fn found(mine: &Side<'_>, path: &Lives, theirs: &Head, common: Point) -> Result<Point, Gap> {
     let heads = [mine.head, theirs];
     if heads.iter().any(|head| head.fuzzy) {
         return Err(Gap::Fuzzy);
@@ -124,5 +115,5 @@ fn found(mine: &Side<'_>, path: &Path, theirs: &Head, common: Point) -> Result<P
     if heads.iter().any(|head| head.parts.len() > 1) && !theirs.parts.iter().all(|part| path.has(&part.at)) {
         return Err(Gap::Parts);
     }
-    path.since(&common, mine.log).map(|_| common)
+    path.changes_after(&common, mine.log).map(|_| common)
 }

@@ -69,7 +69,11 @@ impl Replica {
             let mut noting = Noting { target: &mut marking, footprint: &mut footprint };
             journal::replay(self.state(), WHOLE, contents, &mut noting, &mut positions, failed("write to"))?;
             set = marking.end();
-            let leads = contents.segments.last().and_then(|s| Toward::of(&s.header)).unwrap_or(toward);
+            let leads = contents
+                .segments
+                .last()
+                .and_then(|s| Toward::of(&s.header))
+                .unwrap_or_else(|| toward.clone());
             if !self.leads_back(&leads) {
                 footprint.reach(self.state(), &leads, &set);
             }

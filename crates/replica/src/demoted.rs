@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
-use delta::{Epoch, Line, Term};
+use delta::Epoch;
 use device::{Dir, Folder};
+use lineage::Lives;
 use source::Trail;
 use uuid::Uuid;
 
@@ -15,7 +16,7 @@ use crate::lineage::{Lineage, Stamp, State, Unsure};
 use crate::locate::locate;
 use crate::options::Options;
 use crate::replica::Replica;
-use crate::role::{Demoted, Role, now};
+use crate::role::{Demoted, GaveUp, Role, now};
 use crate::unsure::UnsureSet;
 
 /// What a source was.
@@ -25,8 +26,10 @@ pub struct Demotion {
     pub source: Uuid,
     /// Its term.
     pub term: u64,
-    /// The promotions that led to that.
-    pub line: Line,
+    /// The lives that led to what it is.
+    pub lives: Lives,
+    /// The promotion with which its term had begun, if that gave up something.
+    pub gave_up: Option<GaveUp>,
     /// Its block size in bytes.
     pub block_size: u32,
     /// Bytes of its disk.
@@ -61,8 +64,8 @@ pub fn demotes_anew(path: &Path, options: &Options) -> Vec<Epoch> {
 impl Lineage {
     /// The promotion that had made a source of a former source, if that gave up what its own source wrote later. `None` once it has taken
     /// something since its demotion.
-    pub fn gave_up(&self) -> Option<&Term> {
-        self.role.line.last().filter(|term| self.role.demoted.is_some() && !term.planned)
+    pub fn gave_up(&self) -> Option<&GaveUp> {
+        self.role.demoted.as_ref()?.gave_up.as_ref()
     }
 
     fn demotes_anew(&self, folder: &dyn Folder) -> Vec<Epoch> {
@@ -106,7 +109,18 @@ impl Replica {
         };
         let unsure = self.keep_unsure(&unsure, "the disk is the source that it was")?;
         let also = also[also.len().saturating_sub(Demoted::MOST)..].to_vec();
-        let demoted = Some(Demoted { since: now(), also, told: None, saved: demotion.saved });
+        let mut role = Role::replica(demotion.term, demotion.lives.clone());
+        role.demoted = Some(Demoted {
+            since: now(),
+            also,
+            told: None,
+            saved: demotion.saved,
+            lives: demotion.lives.clone(),
+            gave_up: demotion.gave_up,
+        });
+        if let Some(epoch) = &epoch {
+            role.counts_as(epoch);
+        }
         // Where it was the replica that was found to differ, its history as a source begins with a gap.
         self.forget_verdict()?;
         *self.lineage_mut() = Lineage {
@@ -117,7 +131,7 @@ impl Replica {
             block_size: demotion.block_size,
             stamp: Some(stamp),
             unsure,
-            role: Role { demoted, ..Role::replica(demotion.term, demotion.line.clone()) },
+            role,
             ..Lineage::new()
         };
         self.take_over()?;

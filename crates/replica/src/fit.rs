@@ -82,7 +82,6 @@ impl Replica {
             }
             return Err(self.at_another(has, format!("{wants}: complete it first, with \"dsync sync\"")));
         };
-        self.was_not_taken_back(&epoch)?;
         for position in self.positions() {
             let Some(at) = position.epoch else {
                 return Err(self.at_another(UNVERIFIED, "so only \"dsync sync\" can update it"));
@@ -107,20 +106,6 @@ impl Replica {
             });
         }
         Ok(())
-    }
-
-    /// Refuses a disk whose promotion was taken back at the epoch from which that went on: its line ends with that promotion, and a delta does
-    /// not say whether it is of that branch or of the one before. A disk that has told its successor that it has all is of the latter's.
-    fn was_not_taken_back(&self, epoch: &Epoch) -> Result<()> {
-        let role = &self.lineage().role;
-        let untold = role.demoted.as_ref().is_some_and(|demoted| demoted.told.is_none());
-        match role.line.last().filter(|last| untold && last.began == *epoch) {
-            None => Ok(()),
-            Some(last) => Err(self.at_another(
-                format!("was promoted to term {} at epoch {}, which was given up", last.number, epoch.number),
-                "and a delta does not say of which term it is: run \"dsync sync\" from the source to go on with",
-            )),
-        }
     }
 
     /// Why a delta does not fit a replica at an epoch, and what would.

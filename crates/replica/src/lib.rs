@@ -119,7 +119,7 @@ pub use receive::{Commit, Committed, DeltaReceiver};
 pub use rehearsed::Rehearsed;
 pub use replica::Replica;
 pub use rewind::{History, history, history_at_work};
-pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};
+pub use role::{Demoted, FIRST_TERM, GaveUp, Promoted, Released, Role};
 pub use settled::{is_committing, settle};
 pub use status::Status;
 pub use unsure::UnsureSet;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use delta::{Epoch, Header};
 use device::{Folder, Medium};
+use lineage::Lives;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -13,8 +14,10 @@ use crate::role::{Demoted, Released, Role};
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
-/// Bytes that a lineage takes at most, but with hundreds of positions.
-pub(crate) const ROOM: u64 = 16 << 10;
+/// Bytes that a lineage takes at most, but with hundreds of positions or lives.
+const ROOM: u64 = 16 << 10;
+/// Bytes of a lineage that are read: it names each life that led to the replica.
+const MOST: u64 = 8 << 20;
 
 /// What a replica knows of itself.
 ///
@@ -192,7 +195,7 @@ impl StepKind {
 }
 
 /// What a commit makes of a replica.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Toward {
     /// The source.
     pub source: Uuid,
@@ -212,6 +215,9 @@ pub struct Toward {
     pub rehearsed: bool,
     /// The delta's stream.
     pub stream: Uuid,
+    /// The lives that led there, as the delta's header has them; `None` if it stays where it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lives: Option<Lives>,
 }
 
 impl Toward {
@@ -226,6 +232,7 @@ impl Toward {
             batch: header.batch,
             rehearsed: header.rehearsed,
             stream: header.stream,
+            lives: (!header.partial && !header.rehearsed).then(|| header.lives.clone()),
         })
     }
 }
@@ -273,7 +280,7 @@ impl Lineage {
         let damaged =
             |why: String| ReplicaError::Damaged { path: path.clone(), why, way_out: COMPARE_ANEW.into() };
         let len = file.len().map_err(io_error("read", &path))?;
-        if len > 1 << 20 {
+        if len > MOST {
             return Err(damaged("it is too large".into()));
         }
         let mut bytes = vec![0; len as usize];
@@ -312,6 +319,14 @@ impl Lineage {
         let lineage = Lineage { version, ..self.clone() };
         let bytes = serde_json::to_vec_pretty(&lineage).map_err(|e| io_error("write", &path)(e.into()))?;
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
+    }
+
+    /// Bytes that the next lineage takes at most.
+    pub(crate) fn room(&self) -> u64 {
+        let step = self.step.as_ref().and_then(|step| step.toward.lives.as_ref());
+        let lives = [Some(&self.role.lives), step].into_iter().flatten();
+        // They stand three times at most, each time in a hundred bytes.
+        ROOM + 300 * lives.map(|lives| lives.lives().len() as u64).sum::<u64>()
     }
 
     /// What the destination holds, or the step under way.
@@ -359,12 +374,14 @@ impl Lineage {
         let also =
             |demoted: Demoted| if toward.batch { demoted } else { Demoted { also: Vec::new(), ..demoted } };
         let demoted = self.role.demoted.clone().filter(|_| still).map(also);
-        let follows = || Role { demoted, ..Role::replica(self.role.term, self.role.line.clone()) };
+        let before = &self.role.lives;
+        let lives = toward.lives.as_ref().map_or_else(|| before.clone(), |lives| lives.onto(before));
+        let follows = || Role { demoted, ..Role::replica(self.role.term, lives) };
         // In one step with what was written to the rehearsal. No undo delta leads from there, and no group commits it.
         let (nonce, role, group) = match toward.rehearsed {
             true => {
                 let promoted = self.role.next_promotion(self.has_last_word());
-                (Uuid::new_v4(), self.role.promoted_so(promoted, Some(toward.epoch)), None)
+                (Uuid::new_v4(), self.role.promoted_so(promoted), None)
             }
             false => (toward.stream, follows(), self.group.clone()),
         };
@@ -514,6 +531,7 @@ mod tests {
                 batch: false,
                 rehearsed: false,
                 stream: Uuid::new_v4(),
+                lives: Some(Lives::first(Uuid::from_u128(1)).reaching(7)),
             },
             finished: false,
             durable: 0,
@@ -524,12 +542,7 @@ mod tests {
         let path = temp.path().join(NAME);
         let role = Role {
             term: 3,
-            line: delta::Line::first().and(delta::Term {
-                number: 2,
-                id: Uuid::new_v4(),
-                began: at(1),
-                planned: true,
-            }),
+            lives: Lives::first(Uuid::from_u128(1)).reaching(7).and(Uuid::from_u128(2)),
             promoted: Some(Promoted { since: 7, id: Uuid::new_v4(), term: 3, released: false }),
             promoted_in: Some(".db.dsync-group".into()),
             made_in: Some("/var/lib/dsync".into()),
@@ -539,6 +552,8 @@ mod tests {
                 also: vec![at(3)],
                 told: Some("far:/vm.raw".into()),
                 saved: None,
+                lives: Lives::first(Uuid::from_u128(1)).reaching(9),
+                gave_up: Some(crate::GaveUp { term: 2, began: at(1) }),
             }),
         };
         let marked = Lineage { role, unsure: Unsure::Everything, ..lineage.clone() };

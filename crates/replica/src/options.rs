@@ -5,8 +5,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use delta::Line;
-
 use crate::error::Result;
 use crate::intent::Membership;
 use crate::keep::Keep;
@@ -36,8 +34,6 @@ pub struct Options {
     pub leave: bool,
     /// The source's term, to be remembered with what it sends; 0 where it is not known.
     pub term: u64,
-    /// The promotions that led to that term.
-    pub line: Line,
     /// The time at the source. `None` where it is not known.
     pub source_time: Option<SourceTime>,
     /// Asked before the first write.

@@ -42,8 +42,6 @@ const BLOCKS: &str = "undo-blocks";
 const LOG: &str = "undo-log-";
 /// What is kept, and when the replica came to a state to which it was rewound.
 const SETTINGS: &str = "past";
-/// The most turns that are kept; before them, what the oldest ones say counts together.
-const TURNS: usize = 32;
 /// The most undo deltas that are combined at once: memory holds a frame of each.
 const WIDEST: usize = 32;
 
@@ -263,24 +261,9 @@ pub(crate) struct Settings {
     /// States to which it was rewound, and when that was, in seconds since 1970: what it was then is as late as that.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub returned: Vec<(Uuid, u64)>,
-    /// The times at which the replica began to follow another source, oldest first. Without any, it has followed one alone.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub turns: Vec<Turn>,
-    /// The state in which it was then.
-    #[serde(default)]
-    pub left: Option<Uuid>,
     /// When what was kept last was given up, in seconds since 1970, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub given_up: Option<GivenUp>,
-}
-
-/// From where on what a replica was before may be of another branch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Turn {
-    /// In seconds since 1970; what came later is of the branch that it turned to.
-    pub at: u64,
-    /// The last epoch that both branches have; `None` if that is not known.
-    pub common: Option<u64>,
 }
 
 /// A past that could not be kept.
@@ -323,22 +306,6 @@ impl Settings {
 
     pub(crate) fn new(keep: Keep) -> Settings {
         Settings { version: 1, keep, ..Settings::default() }
-    }
-
-    /// Notes that the replica follows another branch from now on.
-    pub(crate) fn turn(&mut self, turn: Turn) {
-        self.turns.push(turn);
-        if self.turns.len() > TURNS {
-            let (first, second) = (self.turns.remove(0), &mut self.turns[0]);
-            second.common = first.common.zip(second.common).map(|(first, second)| first.min(second));
-        }
-    }
-
-    /// Whether a moment is of the branch that the replica follows, or of what that branch has in common with those before.
-    pub(crate) fn follows(&self, moment: &Moment) -> bool {
-        let mut since = self.turns.iter().filter(|turn| moment.at <= turn.at);
-        // What batches brought may be later than the next epoch.
-        since.all(|turn| !moment.ahead && turn.common.is_some_and(|common| moment.epoch.number <= common))
     }
 
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
@@ -632,47 +599,6 @@ mod tests {
         let (removed, _) = past.thin(&keep, now, &returned, &[]);
         let kept = past.undos.iter().filter(|undo| !removed.contains(&undo.name));
         kept.map(|undo| undo.to.as_u128()).collect()
-    }
-
-    #[test]
-    fn what_was_before_a_turn_is_of_this_branch_up_to_what_both_have() {
-        let follows = |settings: &Settings, number, at, ahead| {
-            let epoch = Epoch { number, id: Uuid::nil() };
-            settings.follows(&Moment {
-                at,
-                epoch,
-                ahead,
-                size: 0,
-                fuzzy: false,
-                bytes: 0,
-                state: Uuid::nil(),
-            })
-        };
-        let mut settings = Settings::new(Keep::default());
-        assert!(follows(&settings, 8, 10, true));
-        // From the first source, at epoch 1, to another branch; then on along that, from epoch 14.
-        settings.turn(Turn { at: 20, common: Some(1) });
-        settings.turn(Turn { at: 40, common: Some(14) });
-        for (number, at, ahead, is) in [
-            (1, 10, false, true),
-            (1, 10, true, false),
-            (8, 10, false, false),
-            (8, 30, false, true),
-            (8, 30, true, false),
-            (15, 30, false, false),
-            (20, 50, true, true),
-        ] {
-            assert_eq!(follows(&settings, number, at, ahead), is, "{number} at {at}");
-        }
-        settings.turn(Turn { at: 60, common: None });
-        assert!(!follows(&settings, 1, 10, false) && !follows(&settings, 20, 50, false));
-        // What is known of many turns is what all of them have in common.
-        let mut settings = Settings::new(Keep::default());
-        (0..TURNS as u64 + 5).for_each(|n| settings.turn(Turn { at: 10 * n + 10, common: Some(50 - n) }));
-        assert_eq!(settings.turns.len(), TURNS);
-        assert!(!follows(&settings, 50, 5, false));
-        let least = 50 - (TURNS as u64 + 4);
-        assert!(follows(&settings, least, 5, false) && !follows(&settings, least + 1, 5, false));
     }
 
     #[test]

@@ -238,9 +238,9 @@ impl Replica {
                 "it is the former source. If another disk was promoted in its place, sync from that; if none was, \"{promote}\" \
                  makes it the source again, and loses nothing{}",
                 match self.lineage().gave_up() {
-                    Some(term) => format!(
+                    Some(gave) => format!(
                         " that was written to it; what its old source wrote after epoch {} is given up, as it was when this disk was promoted to term {}",
-                        term.began.number, term.number
+                        gave.began.number, gave.term
                     ),
                     None => String::new(),
                 }
@@ -264,25 +264,6 @@ impl Replica {
     /// As for [`source::leave_trail`].
     pub fn take_trail(&self, history: &source::History) -> std::result::Result<(), source::SourceError> {
         source::leave_trail(history, self.state())
-    }
-
-    /// Keeps what the source knew of its batches when it ended; durable on return.
-    ///
-    /// # Errors
-    /// If it cannot be written.
-    pub fn keep_batches(
-        &self,
-        batches: &source::BatchSessions,
-    ) -> std::result::Result<(), source::SourceError> {
-        batches.write(self.state())
-    }
-
-    /// What its sources knew of their batches, as far as it was told.
-    ///
-    /// # Errors
-    /// If it cannot be read.
-    pub fn told_batches(&self) -> std::result::Result<source::BatchSessions, source::SourceError> {
-        source::BatchSessions::read(self.state())
     }
 
     /// In what way others have changed the disk since it was marked.
@@ -371,7 +352,7 @@ impl Replica {
         }
         let lineage = self.lineage();
         let promoted_in = lineage.group.as_ref().map(Membership::folder);
-        let role = Role { promoted_in, ..lineage.role.promoted_so(promoted, lineage.epoch) };
+        let role = Role { promoted_in, ..lineage.role.promoted_so(promoted) };
         // What was kept of the past leads back from another state.
         self.lineage_mut().nonce = Uuid::new_v4();
         self.lineage_mut().role = role;

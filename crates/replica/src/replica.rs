@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use delta::Epoch;
 use device::{Disk, Folder, FolderLock, ImageLock};
+use lineage::Lives;
 use uuid::Uuid;
 
 use crate::destination::{Destination, Name};
@@ -484,7 +485,7 @@ impl Replica {
     pub(crate) fn reserve(&self) -> Result<()> {
         let (name, state) = (crate::lineage::NAME, "the replica is unchanged");
         self.at_readers_cost(|| {
-            let reserved = device::reserve(&*self.folder, name, crate::lineage::ROOM);
+            let reserved = device::reserve(&*self.folder, name, self.lineage.room());
             reserved.map_err(disk_error("write the lineage", &self.folder.path().join(name), state))?;
             self.reserve_note()
         })
@@ -588,7 +589,7 @@ impl Replica {
         let lineage = &mut self.lineage;
         (lineage.source, lineage.epoch, lineage.unsure) = (Some(source), None, Unsure::Nothing);
         lineage.state = State::Incomplete;
-        lineage.role = Role::replica(self.options.term.max(FIRST_TERM), self.options.line.clone());
+        lineage.role = Role::replica(self.options.term.max(FIRST_TERM), Lives::default());
         self.store()?;
         self.refresh()
     }

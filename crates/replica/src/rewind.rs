@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use delta::{Epoch, Line};
+use delta::Epoch;
 use device::Folder;
 use serde::Serialize;
 use uuid::Uuid;
@@ -13,7 +13,7 @@ use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::{inspect, state_folder};
 use crate::options::Options;
-use crate::past::{self, Moment, Past, Settings, Turn};
+use crate::past::{self, Moment, Past, Settings};
 use crate::present::{Shown, Watched};
 use crate::receive::{Commit, Committed, DeltaReceiver};
 use crate::replica::Replica;
@@ -195,11 +195,9 @@ impl Replica {
         end(receiver)
     }
 
-    /// Writes down when it came to the moment first: that is still the age of what it holds then. And that it is not known which
-    /// promotions led to it, where the moment may be of another branch than the source that the replica follows.
+    /// Writes down when it came to the moment first: that is still the age of what it holds then.
     fn note_rewind(&mut self, moment: &Moment) -> Result<()> {
         let Some(settings) = self.settings() else { return Ok(()) };
-        let follows = settings.follows(moment);
         let there = self.history()?.moments;
         let is_there = |state: &Uuid| there.iter().any(|moment| moment.state == *state);
         let mut returned = settings.returned.clone();
@@ -209,32 +207,6 @@ impl Replica {
         returned.insert(0, (moment.state, self.now()));
         let rewound = Some((moment.state, moment.at));
         let settings = Settings { rewound, returned, ..settings.clone() };
-        settings.store(self.state())?;
-        self.set_settings(Some(settings));
-        if follows || self.lineage().role.line.is_unknown() {
-            return Ok(());
-        }
-        self.lineage_mut().role.line = Line::default();
-        self.store()
-    }
-
-    /// True if its present state is the last before it followed another branch, or may be: no sync brings back what that has.
-    pub(crate) fn turns(&self) -> bool {
-        self.settings().is_some_and(|settings| settings.left == Some(self.lineage().nonce))
-    }
-
-    /// Writes down that it follows the source with this line from now on, which may be another branch.
-    pub(crate) fn note_turn(&mut self, line: &Line) -> Result<()> {
-        let Some(settings) = self.settings() else { return Ok(()) };
-        let past = self.history()?;
-        // The clock may have gone back since. What comes in this second is later, unless something came in it before.
-        let present = past.at.unwrap_or_else(|| self.now());
-        let latest = past.moments.iter().map(|moment| moment.at.max(present)).max().or(past.at);
-        let mut settings = Settings { left: Some(self.lineage().nonce), ..settings.clone() };
-        if let Some(latest) = latest {
-            let common = self.lineage().role.line.common(line).map(|epoch| epoch.number);
-            settings.turn(Turn { at: latest, common });
-        }
         settings.store(self.state())?;
         self.set_settings(Some(settings));
         Ok(())

@@ -7,7 +7,8 @@
 
 use std::path::PathBuf;
 
-use delta::{Epoch, Line, Term};
+use delta::Epoch;
+use lineage::{Lives, Point};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -24,9 +25,9 @@ pub struct Role {
     /// The term of the source that it last took something from, or was itself.
     #[serde(default = "first_term")]
     pub term: u64,
-    /// The promotions that led to that term.
-    #[serde(default, skip_serializing_if = "Line::is_unknown")]
-    pub line: Line,
+    /// The lives that led to what it holds, but for the blocks that it is unsure of. Of a promoted one, to what it was then.
+    #[serde(default, skip_serializing_if = "Lives::is_empty")]
+    pub lives: Lives,
     /// It is the source itself, and takes no deltas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promoted: Option<Promoted>,
@@ -84,6 +85,21 @@ pub struct Demoted {
     /// What was written to it was saved as a delta that leads to this epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub saved: Option<Epoch>,
+    /// The lives that led to all that was written to it.
+    #[serde(default, skip_serializing_if = "Lives::is_empty")]
+    pub lives: Lives,
+    /// The promotion with which its last term had begun, if that gave up something.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gave_up: Option<GaveUp>,
+}
+
+/// A promotion that gave up what its source had written later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GaveUp {
+    /// The term that began with it.
+    pub term: u64,
+    /// The epoch after which it did.
+    pub began: Epoch,
 }
 
 impl Demoted {
@@ -92,9 +108,9 @@ impl Demoted {
 }
 
 impl Role {
-    /// A replica, of a source with that term and line.
-    pub fn replica(term: u64, line: Line) -> Role {
-        Role { term, line, promoted: None, promoted_in: None, made_in: None, released: None, demoted: None }
+    /// A replica, of a source with that term, to which these lives led.
+    pub fn replica(term: u64, lives: Lives) -> Role {
+        Role { term, lives, promoted: None, promoted_in: None, made_in: None, released: None, demoted: None }
     }
 
     /// The promotion that comes next. `released`: the source has said of what is there that there was no more.
@@ -103,22 +119,29 @@ impl Role {
         Promoted { since: now(), id: Uuid::new_v4(), term, released }
     }
 
-    /// What a replica at an epoch is when it becomes the source by this promotion.
-    pub(crate) fn promoted_so(&self, promoted: Promoted, began: Option<Epoch>) -> Role {
-        // A former source has all of its own term.
-        let planned = promoted.released || self.demoted.is_some();
-        let line = match began {
-            Some(began) => self.line.and(Term { number: promoted.term, id: promoted.id, began, planned }),
-            None => self.line.clone(),
-        };
+    /// What a replica is when it becomes the source by this promotion.
+    pub(crate) fn promoted_so(&self, promoted: Promoted) -> Role {
         Role {
             term: promoted.term,
-            line,
+            lives: self.all_lives().clone(),
             promoted: Some(promoted),
             made_in: None,
             released: None,
             ..self.clone()
         }
+    }
+
+    /// The lives that led to all that it holds: those of a former source to what was written to it, too.
+    pub fn all_lives(&self) -> &Lives {
+        match &self.demoted {
+            Some(demoted) if demoted.lives.leads_over(&self.lives) => &demoted.lives,
+            _ => &self.lives,
+        }
+    }
+
+    /// What it holds counts as this later epoch of the source that it was.
+    pub fn counts_as(&mut self, epoch: &Epoch) {
+        self.lives = self.all_lives().upto(Point::number(epoch.number, 0));
     }
 
     /// The later epochs that are as true as the lineage's.
@@ -129,7 +152,7 @@ impl Role {
 
 impl Default for Role {
     fn default() -> Role {
-        Role::replica(FIRST_TERM, Line::default())
+        Role::replica(FIRST_TERM, Lives::default())
     }
 }
 

@@ -214,7 +214,7 @@ impl Replica {
             return Ok(());
         };
         let at = past::since(self.state(), self.lineage(), self.settings()).unwrap_or_else(|| self.now());
-        let kind = if touched.via { Kind::Via } else { self.kind() };
+        let kind = if touched.via { Kind::Via } else { self.kind(toward) };
         let undo = Undo::new(at, toward.stream, self.lineage().nonce, kind);
         if undo.kind == Kind::Ahead {
             // On the way forth, all of it is to join the unsure set, also what a comparison found equal.
@@ -304,6 +304,7 @@ impl Replica {
         (header.stream, header.binds) = (undo.to, Some(undo.from));
         header.fuzzy = lineage.state == State::Fuzzy;
         header.batch = undo.kind.is_batch();
+        header.lives.clone_from(&lineage.role.lives);
         let (mut encoder, unit) = Encoder::new(&header, None).map_err(io::Error::other)?;
         let mut file = Aside::begin(self.state(), GROWING)?;
         file.unit(&unit)?;
@@ -316,11 +317,12 @@ impl Replica {
     }
 
     /// What a way back to the present state leads to.
-    fn kind(&self) -> Kind {
+    fn kind(&self, toward: &Toward) -> Kind {
         let lineage = self.lineage();
+        let follows = toward.lives.as_ref().is_none_or(|lives| lives.leads_over(&lineage.role.lives));
         match () {
             // It may be the only copy of what was written since the epoch.
-            () if (self.rewinds() || self.turns()) && lineage.is_ahead() => Kind::Ahead,
+            () if (self.rewinds() || !follows) && lineage.is_ahead() => Kind::Ahead,
             () if lineage.state == State::Incomplete || !lineage.unsure.is_nothing() => Kind::Via,
             () => Kind::Epoch,
         }

@@ -100,6 +100,7 @@ impl Replica {
         let sizes = (lineage.size, lineage.size);
         let mut header = Header::new(source, Method::Tracked, chain, sizes, lineage.block_size);
         header.fuzzy = lineage.state == State::Fuzzy;
+        header.lives.clone_from(&lineage.role.lives);
         header.batch = lineage.state == State::Incomplete || lineage.unsure != Unsure::Nothing;
         let (disk, state) = (self.destination().open(Name::Final)?, lineage.nonce);
         let saving = Saving::new(file, disk, 0, header, true);

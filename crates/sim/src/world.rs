@@ -330,6 +330,16 @@ impl World {
         About { path, ..About::new(self.uuid, identity, BLOCK as u32) }
     }
 
+    /// What is written down of the source, as a real one has it from its first opening on.
+    fn known(&self, folder: &SimFolder, uuid: Uuid) -> Result<About, SourceError> {
+        let about = About { uuid, ..self.about() };
+        if let Some(known) = source::about_in(folder)? {
+            return Ok(About { lives: known.lives, ..about });
+        }
+        source::write_about(folder, &about)?;
+        Ok(about)
+    }
+
     /// The lock of the source's state.
     fn hold(&self, process: &Arc<Process>, state: &str) -> Result<Arc<Held>, SourceError> {
         let busy = || SourceError::Busy { path: DISK.into(), holder: "another process".into() };
@@ -348,7 +358,7 @@ impl World {
         };
         let disk = Arc::new(SimDisk::new(process, self.disk()));
         let folder = Arc::new(SimFolder::new(process, &self.state));
-        Source::over(self.about(), disk, folder, Box::new(medium), &options)
+        Source::over(self.known(&*folder, self.uuid)?, disk, folder, Box::new(medium), &options)
     }
 
     /// Starts a server of the source.
@@ -412,7 +422,7 @@ impl World {
             let tracker = SimTracker::new(self.hold(process, state)?, process, self.disk());
             let disk = Arc::new(SimDisk::new(process, self.disk()));
             let folder = Arc::new(SimFolder::new(process, state));
-            let about = About { uuid, ..self.about() };
+            let about = self.known(&*folder, uuid)?;
             return Ok(Live::over(about, disk, folder, Box::new(tracker))?.into());
         }
         Ok(Handle::of_source(self.open_source(process, true)?))

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::Disk;
 use extents::Bitmap;
-use uuid::Uuid;
+use lineage::Lives;
 
 use crate::SourceError;
 use crate::control::{Client, ServedBatch};
@@ -25,8 +25,8 @@ pub struct Batches {
 
 /// What was written between two moments, and the source as it was at the second.
 pub struct Batch {
-    /// What its delta is to be called: a source that went back to an earlier state is told by it.
-    pub id: Uuid,
+    /// The lives that led to its end: a source that went back to an earlier state is told by them.
+    pub lives: Lives,
     /// The last epoch before its end; the one that ends with it, if one does.
     pub epoch: Epoch,
     /// Blocks written.
@@ -59,7 +59,7 @@ impl Batches {
     /// `Lost` if the writes are not known any more. After any error the batch's blocks may be gone: follow again.
     pub fn next(&self, ends: bool) -> Result<Option<Batch>, SourceError> {
         let Some(served) = self.client.batch(ends)? else { return Ok(None) };
-        let ServedBatch { epoch, size, view: number, id, saved, changes: encoded } = served;
+        let ServedBatch { epoch, at, size, view: number, saved, changes: encoded } = served;
         if self.disk.len() < size {
             return Err(SourceError::Moved(self.about.path.clone()));
         }
@@ -67,8 +67,11 @@ impl Batches {
         let wrong = |_| SourceError::Server("the server reported changes beyond the end of the disk".into());
         changes.decode_into(&encoded).map_err(wrong)?;
         let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive());
-        let id = id.unwrap_or_else(Uuid::new_v4);
-        Ok(Some(Batch { id, epoch, changes: Arc::new(changes), view: Arc::new(view), number }))
+        let lives = self.about.lives.clone().reaching(at.n).upto(at.n);
+        if lives.tip() != Some(&at) {
+            return Err(SourceError::Server("it is of a life that did not lead to this source".into()));
+        }
+        Ok(Some(Batch { lives, epoch, changes: Arc::new(changes), view: Arc::new(view), number }))
     }
 
     /// Returns the blocks of a batch: they are part of the next one.

@@ -17,6 +17,7 @@ use std::time::Duration;
 use delta::Epoch;
 use device::Reserve;
 use extents::Bitmap;
+use lineage::Point;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -120,9 +121,8 @@ enum Response {
         epoch: Epoch,
         size: u64,
         view: u64,
-        /// `None` from older servers.
-        #[serde(default)]
-        id: Option<Uuid>,
+        /// Its end.
+        at: Point,
     },
     NoBatch,
     Dirty,
@@ -506,8 +506,6 @@ fn answer_batch(
             "a batch was requested, but the connection does not follow writes".into(),
         )));
     };
-    // Before the cut, for which writers save what they overwrite.
-    let id = (ends || follower.pending() > 0).then(|| source.batch_id());
     let batch_changes = match source.batch_changes(follower, ends) {
         Ok(Some(batch_changes)) => batch_changes,
         Ok(None) => return send(socket, &Response::NoBatch, &[], &[]).map(Ok),
@@ -523,7 +521,12 @@ fn answer_batch(
     };
     let mut blob = Vec::new();
     batch_changes.changes.encode(&mut blob);
-    let answer = Response::Batch { epoch: batch_changes.epoch, size: batch_changes.saved.size(), view, id };
+    let answer = Response::Batch {
+        epoch: batch_changes.epoch,
+        size: batch_changes.saved.size(),
+        view,
+        at: batch_changes.at,
+    };
     send(socket, &answer, &blob, &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
 }
 
@@ -564,7 +567,8 @@ pub(crate) struct ServedBatch {
     pub size: u64,
     /// The number of its view.
     pub view: u64,
-    pub id: Option<Uuid>,
+    /// Its end.
+    pub at: Point,
     pub saved: CowStore,
     /// The encoded bitmap of what was written.
     pub changes: Vec<u8>,
@@ -709,11 +713,11 @@ impl Client {
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {
             (Response::NoBatch, ..) => Ok(None),
-            (Response::Batch { epoch, size, view, id }, Some(map), Some(data)) => {
+            (Response::Batch { epoch, size, view, at }, Some(map), Some(data)) => {
                 let saved = CowStore::from_parts(CowFiles { map, data }).map_err(|e| {
                     SourceError::Server(format!("cannot use the snapshot of the server: {e}"))
                 })?;
-                Ok(Some(ServedBatch { epoch, size, view, id, saved, changes: blob }))
+                Ok(Some(ServedBatch { epoch, at, size, view, saved, changes: blob }))
             }
             _ => Self::confused(),
         }

@@ -3,20 +3,20 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use delta::{Epoch, Term};
+use delta::Epoch;
 use device::{Dir, Disk, Folder};
 use extents::Bitmap;
-use uuid::Uuid;
+use lineage::Lives;
 
 use crate::SourceError;
-use crate::batch_ids;
 use crate::batches::Batches;
 use crate::bookmarks::Bookmarks;
 use crate::control::{Client, ServedView, Status, status};
 use crate::history::{History, Position};
 use crate::live::Live;
+use crate::lives;
 use crate::source::{Backing, PathBacking, Source, SourceOptions};
-use crate::state::{About, StateDir, about_in, write_about};
+use crate::state::{About, StateDir, about_in};
 use crate::tally::Counter;
 use crate::view::View;
 
@@ -259,29 +259,29 @@ impl Handle {
         }
     }
 
-    /// Notes that what follows its last epoch is a branch of its own: a replica knows others that followed it. So the two are told apart by who
-    /// takes over from either.
+    /// The lives that led to what it is now.
+    ///
+    /// # Errors
+    /// If its state cannot be read.
+    pub fn lives(&self) -> Result<Lives, SourceError> {
+        lives::lives(&*self.folder, &self.known()?, self.last_epoch()?)
+    }
+
+    /// Begins a life where it is now: what follows is a branch of its own, as a replica knows other epochs that followed. That of a server
+    /// has begun with it.
     ///
     /// # Errors
     /// If it cannot be written down.
     pub fn branch(&self) -> Result<(), SourceError> {
-        let (Some(began), Some(about)) = (self.last_epoch()?, about_in(&*self.folder)?) else {
-            return Ok(());
-        };
-        if about.line.is_unknown() {
+        if self.is_served() {
             return Ok(());
         }
-        let fork = Term { number: about.term, id: Uuid::new_v4(), began, planned: false };
-        write_about(&*self.folder, &About { line: about.line.and(fork), ..about })
+        lives::begin(&*self.folder, &mut self.known()?, self.last_epoch()?)
     }
 
-    /// Whether the state of a replica is that of a batch which this source has made in its present term, or in one before of which it was told.
-    /// One that it would know and does not was made after this state of the source was saved, or that of its predecessor. `None` where nothing tells.
-    ///
-    /// # Errors
-    /// If what it knows cannot be read.
-    pub fn has_made(&self, batch: &Uuid) -> Result<Option<bool>, SourceError> {
-        batch_ids::is_ours(batch, &*self.folder, self.about.term)
+    /// What its folder says of it now.
+    fn known(&self) -> Result<About, SourceError> {
+        Ok(about_in(&*self.folder)?.unwrap_or_else(|| self.about.clone()))
     }
 
     /// The epoch that a number or the name of a checkpoint means.

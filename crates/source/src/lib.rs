@@ -28,7 +28,6 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod attended;
-mod batch_ids;
 mod batches;
 mod bookmarks;
 mod control;
@@ -43,6 +42,7 @@ mod handle;
 mod history;
 mod json;
 mod live;
+mod lives;
 mod memory_view;
 mod overwritten;
 mod peek;
@@ -55,7 +55,6 @@ mod view;
 mod watchdog;
 
 pub use attended::{Attended, There};
-pub use batch_ids::BatchSessions;
 pub use batches::{Batch, Batches};
 pub use bookmarks::{Bookmark, Bookmarks, is_plain};
 pub use control::{Client, ControlServer, Status};
@@ -76,6 +75,7 @@ pub use handle::{Changes, Handle};
 pub use history::trail::{Step, Trail, leave_trail, note_step};
 pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
+pub use lives::lives;
 pub use overwritten::overwritten;
 pub use peek::{doubt, lost, was_served, written_since};
 pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};

@@ -14,14 +14,15 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch, Written};
 use extents::Bitmap;
+use lineage::Point;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::batch_ids::BatchIds;
 use crate::bookmarks::Bookmarks;
 use crate::discard;
 use crate::history::{History, Position};
+use crate::lives::{self, Batches};
 use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
 use crate::state::{About, StateDir, about_in, write_about};
 use crate::view::View;
@@ -221,6 +222,8 @@ pub struct Checkpoint {
 pub struct BatchChanges {
     /// The last epoch before the second moment; the one that ends there, if one does.
     pub epoch: Epoch,
+    /// The second moment.
+    pub at: Point,
     /// The store of the view of that moment.
     pub saved: Arc<CowStore>,
     /// Blocks written in between.
@@ -245,7 +248,7 @@ pub struct Source {
     /// Until when mirrors have brought replicas up to date, in seconds since 1970. An inner lock.
     mirrored: Mutex<BTreeMap<String, u64>>,
     /// An inner lock.
-    batch_ids: Mutex<BatchIds>,
+    batches: Mutex<Batches>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
     /// Created by this command, which only reads: removed again if it has no epoch.
@@ -554,7 +557,7 @@ impl Source {
         (verdict, was, foreign): (Verdict, u64, Option<u64>),
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
-        let Parts { about, disk, folder, backing, history, identity } = parts;
+        let Parts { mut about, disk, folder, backing, history, identity } = parts;
         let last = history.last().map_or(0, |e| e.number);
         if was > identity.size && !options.allow_shrink {
             return Err(shrank(&about.path, was, identity.size));
@@ -604,6 +607,9 @@ impl Source {
         }
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
+        if !options.read_only {
+            lives::begin(&*folder, &mut about, history.last())?;
+        }
         foreign.into_iter().for_each(|times| disk.settle(times));
         disk.look(|| changed(&identity))?;
         let backing: Arc<dyn Backing> = backing.into();
@@ -622,7 +628,7 @@ impl Source {
             lost: Mutex::new(lost),
             shared_views: Mutex::default(),
             mirrored: Mutex::default(),
-            batch_ids: Mutex::default(),
+            batches: Mutex::default(),
             tending: Some(tending),
             locks: None,
             fresh: None,
@@ -714,9 +720,12 @@ impl Source {
                 self.end_epoch(&mut epochs, true, Some(follower))?;
             let blocks = self.disk.len().div_ceil(u64::from(self.about.block_size));
             let changes = followed.unwrap_or_else(|| Arc::new(Bitmap::new(blocks)));
+            let n = Point::number(epoch.number, 0);
+            let lives = lives::lives(&*self.folder, &self.about, Some(epoch))?.upto(n);
+            let at = lives.tip().copied().unwrap_or(Point { life: self.life(), n });
             return Ok(saved.map(|saved| {
                 saved.narrow(&changes);
-                BatchChanges { epoch, saved, changes }
+                BatchChanges { epoch, at, saved, changes }
             }));
         }
         if follower.pending() == 0 {
@@ -728,14 +737,17 @@ impl Source {
                 self.about.path.display()
             ))
         })?;
+        // Before the cut, for which writers save what they overwrite; and in its order, as the epochs are held.
+        let mut batches = self.batches.lock().unwrap_or_else(|e| e.into_inner());
+        let at = batches.next(&*self.folder, self.life(), epoch.number)?;
         let saved = self.new_view()?;
         let changes = self.disk.cut(follower, &saved);
-        Ok(Some(BatchChanges { epoch, saved, changes }))
+        Ok(Some(BatchChanges { epoch, at, saved, changes }))
     }
 
-    /// The id of the next batch. Durable is what a replica that has it is told by.
-    pub(crate) fn batch_id(&self) -> Uuid {
-        self.batch_ids.lock().unwrap_or_else(|e| e.into_inner()).next(&*self.folder, self.about.term)
+    /// The present life.
+    fn life(&self) -> Uuid {
+        self.about.lives.lives().first().map_or(Uuid::nil(), |life| life.life)
     }
 
     /// True if writes through the source bypass the page cache.

@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use delta::{Epoch, Line};
+use delta::Epoch;
 use device::{Dir, Folder, FolderLock, Identity};
+use lineage::Lives;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -41,9 +42,11 @@ pub struct About {
     /// the first term.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Epoch>,
-    /// The promotions that led to that term. Not known of a term that an earlier version began.
-    #[serde(default, skip_serializing_if = "Line::is_unknown")]
-    pub line: Line,
+    /// The promotion with which that term began gave up what the source of the term before had written since.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub gave_up: bool,
+    /// The lives that led to the present one, which is the first of them.
+    pub lives: Lives,
 }
 
 fn first_term() -> u64 {
@@ -57,13 +60,14 @@ impl About {
     /// A source in its first term.
     pub fn new(uuid: Uuid, identity: Identity, block_size: u32) -> About {
         let path = identity.path.clone();
-        let (term, line) = (first_term(), Line::first());
-        About { version: About::VERSION, uuid, path, identity, block_size, term, began: None, line }
+        let (term, lives) = (first_term(), Lives::first(Uuid::new_v4()));
+        let (began, gave_up) = (None, false);
+        About { version: About::VERSION, uuid, path, identity, block_size, term, began, gave_up, lives }
     }
 
     /// The same disk in the term that another description has.
     pub(crate) fn in_term_of(self, known: About) -> About {
-        About { term: known.term, began: known.began, line: known.line, ..self }
+        About { term: known.term, began: known.began, gave_up: known.gave_up, lives: known.lives, ..self }
     }
 
     /// The name under which the source is served: the stem of its file name.
@@ -396,12 +400,7 @@ fn read_known(folder: &dyn Folder) -> Result<Option<Known>, SourceError> {
             About::VERSION
         ))),
         _ => serde_json::from_value(said)
-            .map(|mut known: Known| {
-                if known.about.term == first_term() && known.about.line.is_unknown() {
-                    known.about.line = Line::first();
-                }
-                Some(known)
-            })
+            .map(Some)
             .map_err(|e| SourceError::Damaged { path: place.join(ABOUT), why: e.to_string() }),
     }
 }

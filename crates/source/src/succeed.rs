@@ -6,13 +6,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use delta::{Epoch, Line};
+use delta::Epoch;
 use device::{Dir, Disk, Folder, FolderLock};
 use extents::Bitmap;
+use lineage::Lives;
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::batch_ids::BatchSessions;
 use crate::discard::clear;
 use crate::history::History;
 use crate::history::trail::Trail;
@@ -27,14 +27,14 @@ pub struct Succession {
     pub uuid: Uuid,
     /// The new term.
     pub term: u64,
-    /// The promotions that led to it.
-    pub line: Line,
+    /// The lives that led to it; the one that began with the promotion is the first of them.
+    pub lives: Lives,
+    /// The promotion gave up what its source wrote later.
+    pub gave_up: bool,
     /// The replica's epoch.
     pub base: Epoch,
     /// What the replica knows of the way to that epoch.
     pub trail: Trail,
-    /// What the sources before it knew of their batches.
-    pub batches: BatchSessions,
     /// The epoch of the promotion, and before it those that are as true of the disk but for `changes`; ascending.
     pub moments: Vec<Epoch>,
     /// Block size in bytes.
@@ -48,7 +48,9 @@ impl Succession {
     /// knows does not tell.
     #[doc(hidden)]
     pub fn is_done(&self, about: &About) -> bool {
-        (about.uuid, about.term, &about.line) == (self.uuid, self.term, &self.line)
+        let promotion = self.lives.lives().first();
+        (about.uuid, about.term) == (self.uuid, self.term)
+            && promotion.is_some_and(|promotion| about.lives.left(promotion.life).is_some())
     }
 }
 
@@ -125,10 +127,10 @@ pub fn succeed_in(
     let about = About {
         term,
         began: Some(base),
-        line: succession.line.clone(),
+        gave_up: succession.gave_up,
+        lives: succession.lives.clone(),
         ..About::new(uuid, identity.clone(), block_size)
     };
-    succession.batches.write(&*folder)?;
     let changes = succession.changes.as_ref().map_err(String::clone);
     let way = (&succession.trail, base);
     History::begin(&*folder, way, succession.moments.clone(), disk.len(), block_size, changes)?;

@@ -103,14 +103,14 @@ fn succession(uuid: Uuid) -> Succession {
     let changes = Bitmap::new(BLOCKS);
     changes.set(3..5);
     let moments = vec![epoch(6), epoch(7), epoch(8)];
-    let (line, block_size) = (delta::Line::default(), BLOCK as u32);
+    let (lives, block_size) = (lineage::Lives::first(Uuid::from_u128(3)), BLOCK as u32);
     Succession {
         uuid,
         term: 3,
-        line,
+        lives,
+        gave_up: true,
         base: epoch(5),
         trail: Default::default(),
-        batches: Default::default(),
         moments,
         block_size,
         changes: Ok(changes),

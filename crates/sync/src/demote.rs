@@ -7,12 +7,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use delta::{Epoch, Line};
+use delta::Epoch;
 use device::WriteWatch;
 use extents::Bitmap;
-use replica::{Demoted, Demotion, Lineage, Released, Replica, UnsureSet};
+use lineage::Lives;
+use replica::{Demoted, Demotion, GaveUp, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
-use source::{About, BatchSessions, Handle, History, Membership, SourceError, SourceOptions};
+use source::{About, Handle, History, Membership, SourceError, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -56,9 +57,9 @@ pub struct DemoteSummary {
     pub source: Uuid,
     /// Its last term as that.
     pub term: u64,
-    /// The promotions that led to it.
+    /// The lives that led to what it is.
     #[serde(skip)]
-    pub line: Line,
+    pub lives: Lives,
     /// The epoch in common; `None` if what was written is not known.
     pub epoch: Option<u64>,
     /// The last epoch.
@@ -140,7 +141,7 @@ pub(crate) fn demote_if(
     let mut replica = state.open(&about.path, &replica::Options { adopt: true, ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
     list(&replica, state.known().as_ref());
-    leave_knowledge(state, (&place, &about), &replica);
+    leave_knowledge(state, &place, &replica);
     drop(replica);
     state.forget(&place, &about)?;
     summary.released = released(summary.term, &demotion);
@@ -173,11 +174,9 @@ pub(crate) fn watch(handle: &Handle, options: &DemoteOptions) -> Result<Option<A
 
 /// Leaves what the source knew to the replica that it is now, so that its history goes on where it is promoted again. Where that
 /// fails, it begins anew then.
-fn leave_knowledge(state: &dyn Site, (place, about): (&Path, &About), replica: &Replica) {
+fn leave_knowledge(state: &dyn Site, place: &Path, replica: &Replica) {
     if let Ok(from) = state.folder(place) {
         let _ = History::read(&*from).and_then(|history| replica.take_trail(&history));
-        let _ =
-            BatchSessions::of_ended(&*from, about.term).and_then(|batches| replica.keep_batches(&batches));
     }
 }
 
@@ -212,7 +211,7 @@ fn again(
     };
     if let Some((place, about)) = known.filter(|(_, about)| about.uuid == source) {
         if let Ok(replica) = state.open(path, opening) {
-            leave_knowledge(state, (&place, &about), &replica);
+            leave_knowledge(state, &place, &replica);
         }
         state.forget(&place, &about)?;
     }
@@ -224,7 +223,7 @@ fn again(
         path: path.to_path_buf(),
         source,
         term,
-        line: lineage.role.line.clone(),
+        lives: lineage.role.all_lives().clone(),
         epoch: lineage.epoch.map(|epoch| epoch.number),
         last_epoch: lineage.role.also().last().copied().or(lineage.epoch).map(|epoch| epoch.number),
         bytes_unsure: lineage.epoch.map(|_| lineage.unsure_bytes()),
@@ -329,12 +328,13 @@ pub(crate) fn follow(
         None => return Err(unsaved(handle, &epoch, &written, options.group.as_deref())),
     }
     let block_size = u64::from(about.block_size);
-    let since = written.ok();
+    let (since, lives) = (written.ok(), handle.lives()?);
+    let gave_up = about.began.filter(|_| about.gave_up);
     let summary = DemoteSummary {
         path: about.path.clone(),
         source: about.uuid,
         term: about.term,
-        line: about.line.clone(),
+        lives: lives.clone(),
         epoch: since.as_ref().map(|_| epoch.number),
         last_epoch: handle.last_epoch()?.map(|last| last.number),
         bytes_unsure: since.as_ref().map(|(blocks, _)| blocks.count().saturating_mul(block_size)),
@@ -347,7 +347,8 @@ pub(crate) fn follow(
     let demotion = Demotion {
         source: about.uuid,
         term: about.term,
-        line: about.line.clone(),
+        lives,
+        gave_up: gave_up.map(|began| GaveUp { term: about.term, began }),
         block_size: about.block_size,
         size: handle.reader()?.len(),
         since: since.map(|(blocks, also)| (epoch, also, UnsureSet::of_blocks(&blocks, block_size))),

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use lineage::{Branch, Lives, Point};
 use source::{Handle, Position, SourceError, View};
 
 use crate::error::SyncError;
@@ -19,15 +20,7 @@ pub(crate) fn facts<'a>(
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
     let positions = positions(status).filter(|positions| !positions.is_empty());
-    let batch = if options.adopt { None } else { unknown_batch(handle, status)? };
-    if batch.is_some() || positions.as_ref().is_some_and(|positions| is_later(handle, status, positions)) {
-        handle.outdate("its state was restored from a copy");
-        // Of others the line tells it already, or nothing is known.
-        if status.replica.role.line == about.line {
-            // Where it cannot be written, this replica is refused all the same.
-            let _ = handle.branch();
-        }
-    }
+    let branch = handle.lives()?.relation(&status.replica.role.lives);
     let asked = positions.filter(|_| !options.adopt);
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
     // received since was made for them as well.
@@ -35,9 +28,6 @@ pub(crate) fn facts<'a>(
     let unknown = left_off.filter(|epoch| handle.reaches(&[Position { epoch: *epoch, upto: 0 }]).is_err());
     let knowledge = match asked.map(|positions| handle.reaches(&positions)) {
         None => Knowledge::NotAsked,
-        Some(Ok(()) | Err(SourceError::Lost { .. })) if batch.is_some() => {
-            Knowledge::Foreign(batch.unwrap_or_default())
-        }
         Some(Ok(())) => match unknown {
             None => Knowledge::Known,
             Some(epoch) => Knowledge::Lost(format!(
@@ -49,18 +39,14 @@ pub(crate) fn facts<'a>(
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
         Some(Err(other)) => return Err(other.into()),
     };
-    let (history, disk) = (handle.history()?, handle.reader()?);
-    let known = |epoch: &delta::Epoch| history.size_at(epoch).is_some();
+    let disk = handle.reader()?;
     let two = status.primary.as_ref().map(|theirs| two_sources(handle, theirs)).transpose()?;
     Ok(Facts {
         path: &about.path,
         uuid: about.uuid,
         term: about.term,
         began: about.began,
-        line: &about.line,
-        made: handle.has_made(&status.replica.nonce)?,
-        knows: status.replica.epoch.as_ref().is_some_and(known),
-        common: about.line.common(&status.replica.role.line).filter(known),
+        branch,
         two: two.unwrap_or_default(),
         name,
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
@@ -71,37 +57,31 @@ pub(crate) fn facts<'a>(
     })
 }
 
-/// What there is to say of a replica that got a batch from this source in its present term of which that knows nothing. That its epoch is known
-/// does not help: the batch came after it.
-pub(crate) fn unknown_batch(handle: &Handle, status: &Status) -> Result<Option<String>, SyncError> {
+/// Where a replica has later epochs or batches of this source than that knows of: what was recorded since does not hold, and what follows is a
+/// branch of its own.
+pub(crate) fn note_older(handle: &Handle, status: &Status, options: &SyncOptions) -> Result<(), SyncError> {
+    if !options.adopt && is_older(handle, status)? {
+        handle.outdate("its state was restored from a copy");
+        // Where it cannot be written, this replica is refused all the same.
+        let _ = handle.branch();
+    }
+    Ok(())
+}
+
+/// True if a replica has later epochs or batches of this source in its present term than that knows of: its state is an older copy.
+pub(crate) fn is_older(handle: &Handle, status: &Status) -> Result<bool, SyncError> {
     let (about, replica) = (handle.about(), &status.replica);
     let follows = replica.source == Some(about.uuid) && replica.role.term == about.term;
-    if !follows || is_of_another_branch(handle, status) || handle.has_made(&replica.nonce)? != Some(false) {
-        return Ok(None);
+    let is_replica = replica.epoch.is_some() && replica.role.demoted.is_none();
+    if !follows || !is_replica || status.primary.is_some() {
+        return Ok(false);
     }
-    let at = replica.epoch.map_or(String::new(), |epoch| format!(" past epoch {}", epoch.number));
-    let why = format!(
-        "a mirror has brought the replica{at}, and this source knows nothing of that: its state was restored from a copy, or its host \
-         rolled back. \"dsync promote --force\" where the replica is makes that the source, with all it has; \"dsync sync --adopt\" \
-         compares everything, overwrites what differs in the replica, and continues from here"
-    );
-    Ok(Some(why))
+    Ok(matches!(handle.lives()?.relation(&replica.role.lives), Branch::Ahead(_)))
 }
 
-/// True if a replica that follows this source in its present term is at an epoch that comes after all that this knows.
-fn is_later(handle: &Handle, status: &Status, positions: &[Position]) -> bool {
-    let (about, replica) = (handle.about(), &status.replica);
-    let last = handle.last_epoch().ok().flatten().map_or(0, |epoch| epoch.number);
-    replica.source == Some(about.uuid)
-        && replica.role.term == about.term
-        && !is_of_another_branch(handle, status)
-        && positions.iter().any(|position| position.epoch.number > last)
-}
-
-/// True if the promotions tell that the replica is not in this source's past: then that says nothing of how old the source's state is.
-fn is_of_another_branch(handle: &Handle, status: &Status) -> bool {
-    let (ours, replica) = (&handle.about().line, &status.replica);
-    replica.epoch.is_some_and(|epoch| ours.leads_from(&replica.role.line, &epoch) == Some(false))
+/// The lives that led to an epoch of a source.
+pub(crate) fn lives_at(handle: &Handle, epoch: &delta::Epoch) -> Result<Lives, SyncError> {
+    Ok(handle.lives()?.upto(Point::number(epoch.number, 0)))
 }
 
 /// A demoted source is any of several epochs, but for the blocks that it is unsure of: takes the newest that this source knows. What a sync
@@ -115,6 +95,7 @@ pub(crate) fn newest_known(handle: &Handle, mut status: Status) -> Result<Status
     let known = |epoch: &&delta::Epoch| history.size_at(epoch).is_some();
     if let Some(newest) = replica.role.also().iter().rev().find(known).copied() {
         let since = replica.epoch.replace(newest);
+        replica.role.counts_as(&newest);
         let rest = replica.positions.iter_mut().filter(|position| position.epoch == since);
         rest.for_each(|position| position.epoch = Some(newest));
     }
@@ -148,6 +129,7 @@ pub(crate) fn moment<'a>(
         path: &about.path,
         source: about.uuid,
         epoch: view.epoch(),
+        lives: lives_at(handle, &view.epoch())?.since(&status.replica.role.lives),
         way: handle.history()?.way(status.replica.epoch.as_ref(), &view.epoch()),
         size: device::Disk::len(view),
         block_size: about.block_size,
@@ -170,7 +152,8 @@ pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<
     }
     let size = handle.reader()?.len();
     let (source, block_size, way) = (about.uuid, about.block_size, vec![epoch]);
-    Ok(Moment { path: &about.path, source, epoch, way, size, block_size, fill: false, changes })
+    let lives = Lives::default();
+    Ok(Moment { path: &about.path, source, epoch, way, lives, size, block_size, fill: false, changes })
 }
 
 /// The gap that a checkpoint would begin with.

@@ -63,7 +63,6 @@ pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options
         keep: open.keep.clone(),
         leave: open.leave,
         term: open.origin.as_ref().map_or(0, |origin| origin.term),
-        line: open.origin.as_ref().map(|origin| origin.line.clone()).unwrap_or_default(),
         source_time: open.origin.as_ref().and_then(|origin| origin.now).map(SourceTime::said),
         ..here
     }
@@ -243,7 +242,6 @@ impl ReplicaEnd<'_> {
                 list_received(&replica, known.as_ref(), open);
             }
             if let Some(released) = plan.release {
-                replica.keep_batches(&plan.batches)?;
                 replica.release(released)?;
                 let epoch = released.epoch;
                 sender.send_json(COMMITTED, &Committed::nothing_written(epoch))?;

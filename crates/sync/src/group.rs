@@ -18,7 +18,7 @@ use source::{GroupHandle, Handle, View};
 use crate::account::Account;
 use crate::cut_hook::around;
 use crate::error::SyncError;
-use crate::facts::{bookmark, facts, moment, newest_known};
+use crate::facts::{bookmark, facts, moment, newest_known, note_older};
 use crate::live::Approach;
 use crate::messages::{
     COMMIT_GROUP, Committed, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, Status, expect, nonsense, part,
@@ -128,7 +128,7 @@ impl<'a> GroupSession<'a> {
         for (handle, file) in group.members().iter().zip(group.files()) {
             names.push(format!("{}/{file}", destination.trim_end_matches('/')));
             paths.push(dir.join(file));
-            members.push(replica_for_sync(&dir.join(file), options).beside(handle.about()));
+            members.push(replica_for_sync(&dir.join(file), options).beside(handle)?);
             let name = names.last().map_or("", String::as_str);
             let account = Account::begin(handle, (&dir.join(file), name), &options.way, "sync");
             accounts.push(if options.dry_run { account.dry() } else { account });
@@ -265,6 +265,7 @@ impl<'a> GroupSession<'a> {
         let mut choices = Vec::new();
         for (handle, status, name) in self.each() {
             let (about, size) = (handle.about(), handle.reader()?.len());
+            note_older(handle, status, &self.options)?;
             choices.push(choose(&facts(handle, status, name, &self.options)?, status, &self.options)?);
             if self.options.adopt {
                 refuse_larger((&about.path, about.uuid, size), status, &self.options)?;

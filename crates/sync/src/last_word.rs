@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use device::Storage;
 use link::Link;
 use replica::{Commit, Released};
-use source::BatchSessions;
 
 use crate::demote::DemoteSummary;
 use crate::error::SyncError;
@@ -45,7 +44,7 @@ impl LastWord<'_> {
             uuid: source,
             term: released.term,
             began: None,
-            line: self.demoted.line.clone(),
+            lives: self.demoted.lives.clone(),
             now: None,
             place: String::new(),
         };
@@ -58,7 +57,7 @@ impl LastWord<'_> {
         let told = (|| {
             let status = open(&sender, &receiver, &request, None)?;
             if let Some(primary) = status.primary {
-                return match primary.line.goes_on_from(&self.demoted.line, &released.epoch) {
+                return match primary.lives.leads_over(&self.demoted.lives) {
                     true => Ok(Some(primary.term)),
                     false => Err(self.went_another_way(destination, &primary)),
                 };
@@ -74,8 +73,8 @@ impl LastWord<'_> {
                 )));
             }
             // First: after a crash the word may have been heard.
-            let batches = self.promise(&bookmark(name, &status, &Way::default()))?;
-            sender.send_json(PLAN, &Plan { release: Some(released), batches, ..Plan::default() })?;
+            self.promise(&bookmark(name, &status, &Way::default()))?;
+            sender.send_json(PLAN, &Plan { release: Some(released), ..Plan::default() })?;
             let _: Committed = expect(&receiver, COMMITTED)?.json()?;
             Ok(None)
         })();
@@ -86,8 +85,8 @@ impl LastWord<'_> {
     fn went_another_way(&self, destination: &Path, primary: &Primary) -> SyncError {
         let (path, last) = (self.demoted.path.display(), self.released.epoch.number);
         let there = destination.display();
-        let from = match primary.line.common(&self.demoted.line) {
-            Some(common) if common.number < last => format!(" from epoch {}", common.number),
+        let from = match primary.lives.common(&self.demoted.lives, |_, n| n) {
+            Some(common) if common.cut() < last => format!(" from epoch {}", common.cut()),
             _ => String::new(),
         };
         let (told, promote) = match self.told() {
@@ -108,11 +107,8 @@ impl LastWord<'_> {
         self.state.lineage(&self.demoted.path, &options).ok()??.role.demoted?.told
     }
 
-    /// What the source knew of its batches goes with the word.
-    fn promise(&self, name: &str) -> Result<BatchSessions, SyncError> {
+    fn promise(&self, name: &str) -> Result<(), SyncError> {
         let options = self.state.opening(self.own_journal_dir);
-        let mut replica = self.state.open(&self.demoted.path, &options)?;
-        replica.promise(name)?;
-        Ok(replica.told_batches().unwrap_or_default())
+        Ok(self.state.open(&self.demoted.path, &options)?.promise(name)?)
     }
 }

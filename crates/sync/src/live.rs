@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use delta::Method;
 use extents::Bitmap;
+use lineage::Branch;
 use source::{Convergence, Cut, Handle, Live};
 
 use crate::conflict::Conflict;
@@ -16,7 +17,7 @@ use crate::error::SyncError;
 use crate::facts::{facts, moment};
 use crate::messages::Status;
 use crate::options::SyncOptions;
-use crate::plan::{Choice, choose};
+use crate::plan::{Choice, Facts, choose};
 use crate::transfer::{Prepared, Transfer};
 
 /// What may be read under a freeze without another pass: some ten milliseconds of a fast disk.
@@ -92,7 +93,9 @@ impl Approach {
             // A larger replica is truncated at the commit: what is beyond the disk's end is not needed.
             let parts = std::mem::take(&mut self.status.replica.positions);
             self.status.replica.positions = within(parts, size);
-            let facts = facts(handle, &self.status, transfer.name, &later)?;
+            // Whether the replica may be overwritten was decided before the first pass.
+            let branch = Branch::Behind;
+            let facts = Facts { branch, ..facts(handle, &self.status, transfer.name, &later)? };
             self.choice = choose(&facts, &self.status, &later)?;
             pass += 1;
         };

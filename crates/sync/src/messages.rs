@@ -46,12 +46,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use compare::rolling::{SumParams, SumReport};
 use compare::{DigestReport, Scope};
-use delta::{Epoch, Line, Unit, UnitKind};
+use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
+use lineage::Lives;
 use link::{Message, Pace, Received, Receiver, Sender};
 use replica::{Acceptable, Commit, Demoted, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
-use source::{About, BatchSessions};
+use source::{About, Handle};
 use uuid::Uuid;
 
 use crate::digests::Digests;
@@ -137,9 +138,8 @@ pub(crate) struct Origin {
     pub term: u64,
     /// The epoch at which its term began.
     pub began: Option<Epoch>,
-    /// The promotions that led to it.
-    #[serde(default)]
-    pub line: Line,
+    /// The lives that led to what it is.
+    pub lives: Lives,
     /// The time at its host, in seconds since 1970. `None` from earlier versions.
     #[serde(default)]
     pub now: Option<u64>,
@@ -149,12 +149,12 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    pub(crate) fn of(about: &About) -> Origin {
+    pub(crate) fn of(about: &About, lives: Lives) -> Origin {
         Origin {
             uuid: about.uuid,
             term: about.term,
             began: about.began,
-            line: about.line.clone(),
+            lives,
             now: SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|now| now.as_secs()),
             place: format!("{}:{}", link::host_name(), about.path.display()),
         }
@@ -171,11 +171,10 @@ pub(crate) struct Primary {
     pub common: Option<Epoch>,
     /// Bytes written to it since, at least; `None` if that is not known.
     pub written: Option<u64>,
-    /// The epoch at which its term began, and the promotions that led to it.
+    /// The epoch at which its term began, and the lives that led to what it is.
     #[serde(default)]
     pub began: Option<Epoch>,
-    #[serde(default)]
-    pub line: Line,
+    pub lives: Lives,
     /// Its history goes back to the epoch in common.
     #[serde(default)]
     pub reaches: bool,
@@ -204,8 +203,9 @@ impl Open {
     }
 
     /// The same, with which source it is and what it is stored on.
-    pub(crate) fn beside(self, source: &About) -> Open {
-        Open { source: Storage::of(&source.path), origin: Some(Origin::of(source)), ..self }
+    pub(crate) fn beside(self, source: &Handle) -> Result<Open, SyncError> {
+        let (about, lives) = (source.about(), source.lives()?);
+        Ok(Open { source: Storage::of(&about.path), origin: Some(Origin::of(about, lives)), ..self })
     }
 }
 
@@ -282,9 +282,6 @@ pub(crate) struct Plan {
     /// Nothing follows, now or later: the source has ended with this epoch. Answered with Committed.
     #[serde(default)]
     pub release: Option<Released>,
-    /// What the source knew of its batches then.
-    #[serde(default)]
-    pub batches: BatchSessions,
     /// The delta is a seed: epochs of the source that came before its own, ascending.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub before: Vec<Epoch>,
@@ -439,8 +436,8 @@ impl Open {
         check_path("the replica", Some(&self.path))?;
         check_path("the journal's folder", self.journal_dir.as_deref())?;
         check_path("the digest file", self.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
-        if self.origin.as_ref().is_some_and(|origin| !origin.line.is_sound()) {
-            return Err(nonsense("the promotions of the source"));
+        if self.origin.as_ref().is_some_and(|origin| !origin.lives.is_sound()) {
+            return Err(nonsense("the lives of the source"));
         }
         if self.keep.as_ref().is_some_and(|keep| !keep.is_sound()) {
             return Err(nonsense("what is to be kept of the past"));
@@ -540,8 +537,8 @@ impl Status {
         let ascend = positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
         let within = positions.iter().all(|part| part.upto <= MAX_SIZE);
         let bounded = self.unsure_bytes <= UnsureSet::LONGEST;
-        let bounded = bounded && role.also().len() <= Demoted::MOST && role.line.is_sound();
-        let bounded = bounded && self.primary.as_ref().is_none_or(|primary| primary.line.is_sound());
+        let bounded = bounded && role.also().len() <= Demoted::MOST && role.lives.is_sound();
+        let bounded = bounded && self.primary.as_ref().is_none_or(|primary| primary.lives.is_sound());
         match positions.len() <= MAX_PARTS && ascend && within && bounded && *size <= MAX_SIZE {
             true => Ok(()),
             false => Err(nonsense("the parts of the replica")),
@@ -557,9 +554,6 @@ impl Plan {
         sense(self.rolling.as_ref().map_or(Ok(()), SumParams::check))?;
         if self.bytes.max(self.data) > MAX_SIZE {
             return Err(nonsense("the bytes of changes"));
-        }
-        if !self.batches.is_sound() {
-            return Err(nonsense("the batches of the source"));
         }
         Ok(())
     }

@@ -11,8 +11,9 @@
 
 use std::path::Path;
 
-use delta::{Epoch, Header, Line, Method};
+use delta::{Epoch, Header, Method};
 use extents::Bitmap;
+use lineage::{Branch, Lives};
 use replica::State;
 use source::{Bookmark, Position, RESIZED};
 use uuid::Uuid;
@@ -30,14 +31,8 @@ pub(crate) struct Facts<'a> {
     /// Its term, and the epoch at which that began.
     pub term: u64,
     pub began: Option<Epoch>,
-    /// The promotions that led to it.
-    pub line: &'a Line,
-    /// Whether the last batch that the replica got is its own, or that of a source before it. `None` where nothing tells.
-    pub made: Option<bool>,
-    /// The replica's epoch is in its history.
-    pub knows: bool,
-    /// The last epoch that the promotions say both to have had, if it is in its history.
-    pub common: Option<Epoch>,
+    /// What the replica is to it, by the lives that led to either.
+    pub branch: Branch,
     /// What is known of two sources, where the destination is one of the same id.
     pub two: TwoSources,
     /// The replica, as the user named it.
@@ -196,10 +191,7 @@ pub(crate) fn refuse_foreign(
     options: &SyncOptions,
 ) -> Result<(), Conflict> {
     match &facts.history {
-        Knowledge::Foreign(why) if !options.adopt => {
-            let (replica, path) = (status.path.clone(), facts.path.to_path_buf());
-            Err(Conflict::Foreign { replica, path, why: why.clone() })
-        }
+        Knowledge::Foreign(why) if !options.adopt => Err(foreign(facts, status, why.clone())),
         _ => Ok(()),
     }
 }
@@ -240,20 +232,21 @@ fn shared(facts: &Facts<'_>, epoch: &Epoch) -> bool {
     facts.began.is_some_and(|began| epoch.number <= began.number)
 }
 
-/// Refuses a destination that was written to as the same source, or follows another that was: neither has what the other wrote since.
+/// Refuses a destination that was written to as the same source, or that has what this one has not: neither has what the other wrote since.
 pub(crate) fn refuse_diverged(
     facts: &Facts<'_>,
     status: &Status,
     options: &SyncOptions,
 ) -> Result<(), Conflict> {
-    let diverged = |term, common: Option<Epoch>, divergence| {
+    let replica = &status.replica;
+    let diverged = |term, common: Option<u64>, divergence| {
         Err(Conflict::Diverged(Box::new(Diverged {
             path: facts.path.to_path_buf(),
             term: facts.term,
             destination: facts.name.to_owned(),
             there: status.path.clone(),
             other_term: term,
-            common: common.map(|epoch| epoch.number),
+            common,
             divergence,
         })))
     };
@@ -261,59 +254,56 @@ pub(crate) fn refuse_diverged(
         let TwoSources { common, here, there } = facts.two;
         return diverged(theirs.term, common, Divergence::TwoSources { here, there });
     }
-    let replica = &status.replica;
-    let term = replica.role.term;
     let Some(epoch) = replica.epoch.filter(|_| replica.source == Some(facts.uuid) && !options.adopt) else {
         return Ok(());
     };
-    let demoted = replica.role.demoted.is_some();
-    let other_branch = Divergence::OtherBranch { epoch: epoch.number, demoted };
-    let leads = || facts.line.leads_from(&replica.role.line, &epoch);
-    // Where the lines do not tell, a source that no replica took over from has all of it.
-    let alone = term == facts.term && (facts.began.is_none() || facts.line.is_unknown());
-    let has_all = match facts.made {
-        Some(true) if term == facts.term => true,
-        // Its host was rolled back: it took no later one for its own, and neither did who took over from it.
-        Some(false) => false,
-        _ => facts.line.has_all_of(&replica.role.line).unwrap_or(alone),
+    let (term, demoted) = (replica.role.term, replica.role.demoted.is_some());
+    let common = match facts.branch {
+        Branch::Same | Branch::Behind => return Ok(()),
+        Branch::Ahead(common) | Branch::Forked(common) => common.cut(),
+        Branch::Strangers | Branch::Incomplete => {
+            return Err(foreign(facts, status, UNKNOWN_BRANCH.into()));
+        }
     };
-    match &facts.history {
-        // Before this term there may have been other branches, which its history does not tell apart. The promotions do, where
-        // they are known: a replica that got a delta from a file does not know whose it was.
-        Knowledge::Lost(_)
-            if facts.began.is_some_and(|began| epoch.number < began.number) && !leads().unwrap_or(false) =>
-        {
-            diverged(term, facts.began.filter(|_| !demoted), other_branch)
+    match facts.branch {
+        _ if term > facts.term && !demoted => diverged(term, Some(common), Divergence::Superseded),
+        Branch::Ahead(_) if term == facts.term && !demoted => {
+            Err(foreign(facts, status, later(&epoch, common, replica.ahead)))
         }
-        // A former source was given up for whichever goes on from an epoch of it.
-        Knowledge::Foreign(_) if demoted => {
-            let next = facts.began.filter(|_| term + 1 == facts.term);
-            let common = facts.common.or(next);
-            // What its own history does not reach, it could not be demoted at.
-            diverged(term, common.filter(|common| status.demotes_anew.contains(common)), other_branch)
-        }
-        // One that was the source after this one, at an epoch that this one may never have had.
-        Knowledge::Lost(_) if demoted && term > facts.term && !facts.knows => {
-            diverged(term, None, other_branch)
-        }
-        // Of one number there may be two terms.
-        Knowledge::Lost(_) if term == facts.term && !demoted && leads() == Some(false) => {
-            diverged(term, facts.began, other_branch)
-        }
-        // Which of the batches the source has is not known.
-        Knowledge::Known | Knowledge::Lost(_) if term <= facts.term && replica.ahead && !has_all => {
+        // A mirror has brought it there from an epoch that both have.
+        _ if replica.ahead && epoch.number <= common => {
             let bytes = replica.unsure.bytes();
-            diverged(term, facts.began, Divergence::Ahead { epoch: epoch.number, bytes })
+            diverged(term, Some(common), Divergence::Ahead { epoch: epoch.number, bytes })
         }
-        _ if demoted || term == facts.term => Ok(()),
-        _ if term > facts.term => diverged(term, facts.common, Divergence::Superseded),
-        Knowledge::Foreign(_) => diverged(term, facts.began, other_branch),
-        // Past the beginning of this term, it is of the earlier one.
-        Knowledge::Lost(_) if facts.began.is_some_and(|began| epoch.number > began.number) => {
-            diverged(term, facts.began, other_branch)
+        _ => {
+            // What its own history does not reach, it could not be demoted at.
+            let anew = |common: &u64| status.demotes_anew.iter().any(|epoch| epoch.number == *common);
+            let common = Some(common).filter(|common| !demoted || anew(common));
+            diverged(term, common, Divergence::OtherBranch { epoch: epoch.number, demoted })
         }
-        _ => Ok(()),
     }
+}
+
+/// Why a replica is refused of which nothing tells whether its source has all that it has.
+const UNKNOWN_BRANCH: &str = "nothing tells whether this source has all that the replica has. If what the replica has is wanted, \"dsync promote \
+                              --force\" where it is makes that the source; \"dsync sync --adopt\" compares everything, overwrites what differs in the \
+                              replica, and continues from here";
+
+fn foreign(facts: &Facts<'_>, status: &Status, why: String) -> Conflict {
+    Conflict::Foreign { replica: status.path.clone(), path: facts.path.to_path_buf(), why }
+}
+
+/// Why a replica is refused that has later epochs or batches of this very source than that knows of.
+fn later(epoch: &Epoch, known: u64, ahead: bool) -> String {
+    let at = match ahead {
+        true => format!("a mirror has brought the replica past epoch {}", epoch.number),
+        false => format!("the replica is at epoch {}", epoch.number),
+    };
+    format!(
+        "{at}, and this source knows nothing of what came after epoch {known}: its state was restored from a copy, its host rolled back, or created \
+         anew. If what the replica has is wanted, \"dsync promote --force\" where it is makes that the source; \"dsync sync --adopt\" compares \
+         everything, overwrites what differs in the replica, and continues from here"
+    )
 }
 
 /// Refuses to create a replica in place of a missing one: most likely its disk is not attached, or its file system
@@ -380,6 +370,8 @@ pub(crate) struct Moment<'a> {
     pub epoch: Epoch,
     /// The epochs of the source that led to it, ascending, with that itself: from the replica's on, if that is one of them.
     pub way: Vec<Epoch>,
+    /// The lives that led to it.
+    pub lives: Lives,
     /// Bytes of the disk.
     pub size: u64,
     /// Block size in bytes.
@@ -441,8 +433,8 @@ impl Choice {
 
 /// A delta to that moment.
 fn header(method: Method, moment: &Moment<'_>, size_before: u64) -> Header {
-    let sizes = (size_before, moment.size);
-    Header::new(moment.source, method, moment.way.clone(), sizes, moment.block_size)
+    let (sizes, lives) = ((size_before, moment.size), moment.lives.clone());
+    Header { lives, ..Header::new(moment.source, method, moment.way.clone(), sizes, moment.block_size) }
 }
 
 /// What a comparison finds. It replaces an interrupted transfer, as the digests are those of the destination.
@@ -536,6 +528,7 @@ impl SyncPlan {
 
 #[cfg(test)]
 mod tests {
+    use lineage::Point;
     use replica::Position;
 
     use super::*;
@@ -596,38 +589,32 @@ mod tests {
         }
         if has("demoted") {
             let also = if has("at") { vec![epoch(6), epoch(7)] } else { Vec::new() };
-            replica.role.demoted = Some(replica::Demoted { since: 0, also, told: None, saved: None });
+            replica.role.demoted = Some(replica::Demoted {
+                since: 0,
+                also,
+                told: None,
+                saved: None,
+                lives: Lives::default(),
+                gave_up: None,
+            });
         }
         replica.ahead = has("batches");
         if has("fuzzy") {
             replica.state = State::Fuzzy;
         }
         replica.role.term = (1..4).find(|term| has(&format!("term{term}"))).unwrap_or(1);
-        replica.role.line = line(words);
         let primary = (1..4).find(|term| has(&format!("source{term}"))).map(|term| Primary {
             term,
             epoch: Some(epoch(9)),
             common: None,
             written: None,
             began: None,
-            line: Line::default(),
+            lives: Lives::default(),
             reaches: false,
             doubted: false,
         });
         let holds_data = has("at");
         Status { path: "/replica".into(), primary, holds_data, ..Status::of(replica) }
-    }
-
-    /// A line in words: "line:2a5,3b9" is promotion a to term 2, from epoch 5 on, and promotion b to term 3, from epoch 9 on.
-    fn line(words: &str) -> Line {
-        let Some(terms) = words.split_whitespace().find_map(|word| word.strip_prefix("line:")) else {
-            return Line::default();
-        };
-        terms.split(',').filter(|term| !term.is_empty()).fold(Line::first(), |line, term| {
-            let id = Uuid::from_u128(term.as_bytes()[1].into());
-            let (number, began) = (term[..1].parse().unwrap(), epoch(term[2..].parse().unwrap()));
-            line.and(delta::Term { number, id, began, planned: words.contains("planned") })
-        })
     }
 
     /// Options in words, as on the command line.
@@ -646,6 +633,8 @@ mod tests {
         SyncOptions { method, adopt, accept_source, create, at_view, unreadable, ..SyncOptions::default() }
     }
 
+    /// Epoch 5 of a life.
+    const COMMON: Point = Point { life: SOURCE, n: 5 << 24 };
     const OTHER_CONTENT: &str = "its content is not what was recorded last: written to last a day before";
 
     fn chosen(status: &Status, words: &str) -> Result<Choice, Conflict> {
@@ -661,12 +650,14 @@ mod tests {
             uuid: SOURCE,
             term: (2..4).find(|term| has(&format!("term{term}"))).unwrap_or(1),
             began: (2..4).find(|term| has(&format!("term{term}"))).map(|_| epoch(5)),
-            line: &line(words),
-            made: (has("made") || has("unmade")).then(|| has("made")),
-            knows: !has("never"),
-            common: line(words).common(&status.replica.role.line).filter(|_| !has("never")),
+            branch: match () {
+                () if has("ahead") => Branch::Ahead(COMMON),
+                () if has("forked") => Branch::Forked(COMMON),
+                () if has("strangers") => Branch::Strangers,
+                () => Branch::Behind,
+            },
             two: TwoSources {
-                common: has("common").then(|| epoch(5)),
+                common: has("common").then_some(5),
                 here: Since {
                     has: has("wrote") || has("begun"),
                     ..Since::of(has("wrote").then_some(Some(2 * BLOCK)))
@@ -785,70 +776,42 @@ mod tests {
                 "compare, compared: it was demoted without knowing what had been written to it",
             ),
             ("demoted unknown; term2 --tracked", "Lost"),
-            ("unsure demoted at 7; term2 foreign", "Diverged"),
+            ("unsure demoted at 7; term2 forked", "Diverged"),
+            ("unsure demoted at 7; term2 forked --adopt", "compare, compared: the replica was adopted"),
             // It was of a later term, and was given up.
             ("unsure demoted at 5 term2", "tracked"),
             ("unsure demoted at 5 term2; gap", "compare, compared: the host crashed"),
-            ("unsure demoted at 5 term2; foreign", "Diverged"),
-            // A replica that has heard of another term than its source's.
+            ("unsure demoted at 5 term2; ahead", "Diverged"),
+            // A replica has all that this source has, and more: its state is older, or another took over.
+            ("at 7; ahead", "Foreign"),
+            ("at 7; ahead gap", "Foreign"),
+            ("at 7; ahead --compare", "Foreign"),
+            ("at 7; ahead --copy", "Foreign"),
+            ("at 7; ahead --adopt", "compare, compared: the replica was adopted"),
+            ("unsure batches at 5; ahead", "Foreign"),
+            ("at 7 term2; ahead", "Diverged"),
+            ("at 7 term2; ahead gap", "Diverged"),
+            ("at 7 term2; ahead --copy", "Diverged"),
+            ("at 7 term2; ahead --adopt", "compare, compared: the replica was adopted"),
+            ("at 7 term3; term2 ahead", "Diverged"),
+            // Each has what the other has not.
+            ("at 7; term2 forked", "Diverged"),
+            ("at 7; term2 forked gap", "Diverged"),
+            ("at 7; term2 forked --compare", "Diverged"),
+            ("at 7; term2 forked --adopt", "compare, compared: the replica was adopted"),
+            ("at 7 term2; term2 forked", "Diverged"),
+            ("unsure batches at 5; term2 forked", "Diverged"),
+            ("unsure batches at 5; term2 forked --compare", "Diverged"),
+            ("unsure batches at 5; term2 forked --adopt", "compare, compared: the replica was adopted"),
+            // Nothing tells.
+            ("at 5; strangers", "Foreign"),
+            ("at 5; strangers gap", "Foreign"),
+            ("at 5; strangers --adopt", "compare, compared: the replica was adopted"),
+            // It has all that the replica has, of whatever term and whatever was brought to that.
             ("at 5; term2", "tracked"),
             ("at 5 term2; term2", "tracked"),
-            ("at 5 term2", "Diverged"),
-            ("at 5 term2; gap", "Diverged"),
-            ("at 5 term2; --copy", "Diverged"),
-            ("at 5 term3; term2", "Diverged"),
-            ("at 5 term2; --adopt", "compare, compared: the replica was adopted"),
-            ("at 7; term2 foreign", "Diverged"),
-            ("at 7; term2 foreign --compare", "Diverged"),
-            ("at 7; term2 foreign --adopt", "compare, compared: the replica was adopted"),
-            ("at 7; term2 gap", "Diverged"),
             ("at 5; term2 gap", "compare, compared: the host crashed"),
-            ("at 4; term2 gap", "Diverged"),
-            ("at 4 line:; term2 gap line:2a5", "compare, compared: the host crashed"),
-            // Another branch of the same term, or an older one, as far as is known.
-            ("at 4 term2; term2 gap", "Diverged"),
-            ("at 4; term3 gap", "Diverged"),
-            // Of one number, and of another branch.
-            ("at 7 term2 line:2a5; term2 gap line:2c5", "Diverged"),
-            ("at 7 term2 line:2a5; term2 gap line:2c5 --compare", "Diverged"),
-            ("at 7 term2 line:2a5; term2 gap line:2a5", "compare, compared: the host crashed"),
-            // A mirror brought it to what may be in no other branch, at whatever epoch.
-            ("unsure batches at 5 line:; line:", "tracked"),
-            ("unsure batches at 5; term2", "Diverged"),
-            ("unsure batches at 5 line:; term2 line:2a5", "Diverged"),
-            ("unsure batches at 4 line:; term2 line:2a5", "Diverged"),
-            ("unsure batches at 5 line:; term2 line:2a5 --compare", "Diverged"),
-            ("unsure batches at 4 line:; term2 line:2a5 gap", "Diverged"),
-            (
-                "unsure batches at 5 line:; term2 line:2a5 --adopt",
-                "compare, compared: the replica was adopted",
-            ),
-            ("unsure batches at 5 line:; term2 line:2a5 planned", "tracked"),
-            ("unsure batches at 6 term2 line:2a5; term2 line:2a5", "tracked"),
-            ("unsure batches at 5 term2 line:2b5; term2 line:2a5", "Diverged"),
-            // It was rewound to what it was on another branch.
-            ("unsure batches at 5 term2; term2 line:2a5", "Diverged"),
-            ("unsure batches at 5 term2; term2", "tracked"),
-            ("unsure batches at 5 term3; term2", "Diverged"),
-            // A batch that the source before it did not know when it ended.
-            ("unsure batches at 5 line:; term2 line:2a5 planned unmade", "Diverged"),
-            ("unsure batches at 5 line:; term2 line:2a5 planned made", "tracked"),
-            // One that it knew, but which is not in what was promoted by force.
-            ("unsure batches at 5 line:; term2 line:2a5 made", "Diverged"),
-            // But the last batch that it got is known to be its own.
-            ("unsure batches at 5 term2; term2 line:2a5 made", "tracked"),
-            // It was the source after this one, from an epoch on that is not known to be of this one.
-            ("unsure demoted at 5 term2; gap", "compare, compared: the host crashed"),
-            ("unsure demoted at 5 term2; gap never", "Diverged"),
-            ("unsure demoted at 5 term2; gap never --adopt", "compare, compared: the replica was adopted"),
-            // The promotions tell whether it is further back on the way to this term.
-            ("at 4 line:; term3 gap line:2a3,3b5", "Diverged"),
-            ("at 4 term2 line:2a3; term3 gap line:2a3,3b5", "compare, compared: the host crashed"),
-            ("at 3 line:; term3 gap line:2a3,3b5", "compare, compared: the host crashed"),
-            ("at 4 term2 line:2c3; term3 gap line:2a3,3b5", "Diverged"),
-            ("at 4 term2 line:2a3; term2 gap line:2c4", "Diverged"),
-            ("at 4 term3 line:2a3,3b5; term2 gap line:2a3", "Diverged"),
-            ("unsure demoted at 4 line:; term3 gap line:2a4,3b5", "compare, compared: the host crashed"),
+            ("unsure batches at 5; term2", "tracked"),
             ("other at 5 term3", "OtherSource"),
             // The same source itself.
             ("none source1; term2", "Diverged"),
@@ -909,12 +872,18 @@ mod tests {
             ("at 5; live --keep-going", ["/source", "omit --keep-going"]),
             ("at 5; live --at-view", ["/source", "omit --at-view"]),
             ("at 5; live resized", ["/source", "dsync track add /source"]),
-            ("at 5 term2", ["dsync demote /source", "term 2) than /source (term 1"]),
-            ("at 7; term2 foreign", ["at epoch 7 of term 1", "goes on from epoch 5"]),
-            ("at 7; term2 foreign", ["far:/replica", "--adopt"]),
-            ("unsure batches at 5; term2", ["ahead of epoch 5 (8.00 KiB", "goes on from epoch 5"]),
-            ("unsure batches at 5; term2", ["dsync rewind --to 5", "dsync promote --force"]),
-            ("unsure demoted at 5; foreign", ["copy the disk there", "was demoted at epoch 5"]),
+            ("at 7 term2; ahead", ["dsync demote --since 5 /source", "term 2) than /source (term 1"]),
+            ("at 7; term2 forked", ["at epoch 7 of term 1", "goes on from epoch 5"]),
+            ("at 7; term2 forked", ["far:/replica", "--adopt"]),
+            (
+                "at 7; ahead",
+                ["at epoch 7, and this source knows nothing of what came after epoch 5", "--adopt"],
+            ),
+            ("unsure batches at 5; ahead", ["a mirror has brought the replica past epoch 5", "--adopt"]),
+            ("at 5; strangers", ["/replica", "--adopt"]),
+            ("unsure batches at 5; term2 forked", ["ahead of epoch 5 (8.00 KiB", "goes on from epoch 5"]),
+            ("unsure batches at 5; term2 forked", ["dsync rewind --to 5", "dsync promote --force"]),
+            ("unsure demoted at 5; forked", ["copy the disk there", "was demoted at epoch 5"]),
             ("none source1; term2", ["/source (term 2)", "far:/replica (term 1)"]),
             (
                 "none source1; term2",
@@ -974,6 +943,7 @@ mod tests {
             source: SOURCE,
             epoch: epoch(7),
             way: (since..=7).map(epoch).collect(),
+            lives: Lives::default(),
             size: blocks_now * BLOCK,
             block_size: BLOCK as u32,
             fill: false,

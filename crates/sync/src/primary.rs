@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use delta::{Epoch, Line};
+use delta::Epoch;
 use extents::Bitmap;
 use replica::FIRST_TERM;
 use source::{About, Handle, History, Position, SourceError};
@@ -70,14 +70,14 @@ pub(crate) fn primary_at(
         // Its promotion was interrupted.
         (None, Some(promoted)) => {
             let epoch = lineage.as_ref().and_then(|lineage| lineage.epoch);
-            let line = lineage.map(|lineage| lineage.role.line).unwrap_or_default();
+            let lives = lineage.map(|lineage| lineage.role.lives.and(promoted.id)).unwrap_or_default();
             Ok(Some(Primary {
                 term: promoted.term,
                 epoch,
                 common: None,
                 written: None,
                 began: epoch,
-                line,
+                lives,
                 reaches: false,
                 doubted: false,
             }))
@@ -89,17 +89,16 @@ pub(crate) fn primary_at(
 fn primary(state: &dyn Site, (place, about): (&Path, &About), origin: &Origin) -> Result<Primary, SyncError> {
     let folder = state.folder(place).map_err(SyncError::io(format!("open {}", place.display())))?;
     let history = History::read(&*folder)?;
-    let (term, began, line) = (about.term, about.began, about.line.clone());
-    let theirs = origin.began.filter(|began| knows(&history, began));
-    // The beginning of their term need not be that of ours: they may have been promoted long before.
-    let common = line.common(&origin.line).or(theirs);
+    let (term, began) = (about.term, about.began);
+    let lives = source::lives(&*folder, about, history.last())?;
+    let common = lives.common(&origin.lives, |_, n| n).and_then(|point| history.by_number(point.cut()));
     // Where this side does not know the one in common, the other may know the beginning of this one's term.
     let since = common.or(began).filter(|epoch| knows(&history, epoch));
     // What cannot be looked at is reported by the command that is named.
     let found = since.and_then(|since| written_after(state, (place, about), &history, &since).ok());
     let (written, doubted) = found.map_or((None, false), |found| (found.bytes, found.doubted));
     let (epoch, reaches) = (history.last(), since.is_some());
-    Ok(Primary { term, epoch, common, written, began, line, reaches, doubted })
+    Ok(Primary { term, epoch, common, written, began, lives, reaches, doubted })
 }
 
 fn knows(history: &History, epoch: &Epoch) -> bool {
@@ -110,7 +109,7 @@ fn knows(history: &History, epoch: &Epoch) -> bool {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct TwoSources {
     /// The last epoch that they have in common, if that is known.
-    pub common: Option<Epoch>,
+    pub common: Option<u64>,
     /// What the source that is asked has since.
     pub here: Since,
     /// What the other has.
@@ -119,25 +118,27 @@ pub(crate) struct TwoSources {
 
 /// Compares this source with another one of its id.
 pub(crate) fn two_sources(handle: &Handle, theirs: &Primary) -> Result<TwoSources, SyncError> {
-    let (about, history) = (handle.about(), handle.history()?);
-    // The beginning of either's term, where the other knows that, is the last of the branch that they share.
-    let known = [theirs.began, theirs.common].into_iter().flatten().filter(|epoch| knows(&history, epoch));
-    let common = known.max_by_key(|epoch| epoch.number).or(about.line.common(&theirs.line));
+    let (about, history, lives) = (handle.about(), handle.history()?, handle.lives()?);
+    let point = lives.common(&theirs.lives, |_, n| n);
+    let ours = point.and_then(|point| history.by_number(point.cut()));
+    // Of one number there may be two epochs, where one of the two is a copy.
+    let agreed = ours.zip(theirs.common).is_none_or(|(ours, theirs)| ours == theirs);
+    let common = point.filter(|_| agreed).map(|point| point.cut());
     let mut lost = false;
-    let here = common.filter(|common| knows(&history, common)).map(|common| {
+    let here = ours.filter(|ours| agreed && knows(&history, ours)).map(|common| {
         let written = handle.written_after(&common);
         lost = matches!(written, Err(SourceError::Lost { .. })) && !about.identity.is_block();
         let blocks = written.ok().map(|(blocks, _)| blocks.count());
         blocks.map(|blocks| blocks.saturating_mul(about.block_size.into()))
     });
-    let counted = common.is_some() && common == theirs.common.or(theirs.began);
+    let counted = common.is_some() && common == theirs.common.or(theirs.began).map(|epoch| epoch.number);
     let there = (counted && (theirs.reaches || theirs.written.is_some())).then_some(theirs.written);
-    let since = |bytes: Option<Option<u64>>, line: &Line, doubted: bool| {
-        let begun = common.is_some_and(|common| line.has_begun_from(&common));
-        Since { has: bytes.is_some() || begun, doubted, ..Since::of(bytes) }
+    let since = |bytes: Option<Option<u64>>, doubted: bool| Since {
+        has: bytes.is_some() || common.is_some(),
+        doubted,
+        ..Since::of(bytes)
     };
-    let there = since(there, &theirs.line, theirs.doubted);
-    Ok(TwoSources { common, here: since(here, &about.line, lost), there })
+    Ok(TwoSources { common, here: since(here, lost), there: since(there, theirs.doubted) })
 }
 
 /// What is known to be written to a source after an epoch.

@@ -5,9 +5,9 @@
 
 use std::path::{Path, PathBuf};
 
-use delta::{Epoch, Term};
+use delta::Epoch;
 use extents::Bitmap;
-use replica::{Outlook, Promoted, Rehearsed, Replica, ReplicaError, Verdict};
+use replica::{GaveUp, Outlook, Promoted, Rehearsed, Replica, ReplicaError, Verdict};
 use serde::Serialize;
 use source::Succession;
 use uuid::Uuid;
@@ -61,7 +61,7 @@ pub struct Promotion {
     pub former: bool,
     /// The promotion that had made it that, where its own source had not ended.
     #[serde(skip)]
-    pub gave_up: Option<Term>,
+    pub gave_up: Option<GaveUp>,
     /// The group with which it was committed, and the folder of that.
     #[serde(skip)]
     pub group: Option<(String, PathBuf)>,
@@ -83,7 +83,7 @@ pub struct Promotion {
 impl Promotion {
     /// The number of the last epoch that its old source has in common with it.
     pub fn common(&self) -> u64 {
-        self.gave_up.map_or(self.epoch, |term| term.began.number)
+        self.gave_up.map_or(self.epoch, |gave| gave.began.number)
     }
 }
 
@@ -257,11 +257,10 @@ pub(crate) fn succession(
     Ok(Succession {
         uuid: status.source.unwrap_or_default(),
         term: mark.term,
-        line: recorded.role.line.clone(),
+        lives: recorded.role.lives.and(mark.id),
+        gave_up: !mark.released && recorded.role.demoted.is_none(),
         base: outlook.epoch,
         trail: replica.trail(),
-        // What is not known refuses nothing.
-        batches: replica.told_batches().unwrap_or_default(),
         moments,
         block_size,
         changes,

@@ -12,7 +12,7 @@ use crate::account::Account;
 use crate::cut_hook::around;
 use crate::digests::Digests;
 use crate::error::SyncError;
-use crate::facts::{bookmark, facts, moment, newest_known, present};
+use crate::facts::{bookmark, facts, moment, newest_known, note_older, present};
 use crate::live::catch_up;
 use crate::messages::{Open, Status, open, part, text};
 use crate::options::SyncOptions;
@@ -63,7 +63,7 @@ pub(crate) fn push_over(
         progress(done, total);
     };
     let pushed = (|| {
-        let replica = replica_for_sync(destination, options).beside(handle.about());
+        let replica = replica_for_sync(destination, options).beside(handle)?;
         let (began, traffic) = (Instant::now(), sender.traffic());
         let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
         let in_place = status.in_place;
@@ -93,6 +93,7 @@ pub(crate) fn bring(
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
     summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
     summary.recovered.clone_from(&status.replica.recovered);
+    note_older(handle, &status, options)?;
     let choice = choose(&facts(handle, &status, name, options)?, &status, options)?;
     if options.adopt {
         let about = handle.about();

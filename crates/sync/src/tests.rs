@@ -359,7 +359,6 @@ fn a_lying_source_is_found_out() {
             member: 0,
             prepare: false,
             release: None,
-            batches: Default::default(),
             before: Vec::new(),
             looks_first: false,
             accept: false,
@@ -397,6 +396,7 @@ fn a_lying_source_is_found_out() {
         batch: false,
         partial: false,
         rehearsed: false,
+        lives: lineage::Lives::default(),
     };
     let nonce = lineage_nonce(&replica);
     for (nonce, frames, end) in

@@ -14,6 +14,7 @@ use compare::{Finding, Hash, Scope};
 use delta::{Epoch, Header, Method};
 use device::Disk;
 use extents::Bitmap;
+use lineage::Lives;
 use link::{Link, Pace, Receiver, Sender};
 use replica::{Acceptable, Commit, State};
 use serde::{Deserialize, Serialize};
@@ -23,7 +24,7 @@ use crate::account::Account;
 use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
-use crate::facts::{bookmark, facts, unknown_batch};
+use crate::facts::{bookmark, facts, is_older, lives_at, note_older};
 use crate::messages::{Found, Open, PLAN, Plan, Status, VERDICT, open, part, text};
 use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
@@ -151,7 +152,7 @@ pub(crate) fn verify_over(
     };
     let verified = (|| {
         let (began, traffic) = (Instant::now(), sender.traffic());
-        let replica = replica_for_verify(destination, options).beside(handle.about());
+        let replica = replica_for_verify(destination, options).beside(handle)?;
         let mut status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
         account.opened();
         refuse_sources(handle, name, &status, options)?;
@@ -212,6 +213,8 @@ struct Proof<'a> {
     scope: Scope,
     /// A repair brings the replica to the view. Otherwise only blocks count that have not changed since.
     to_view: bool,
+    /// The lives that led to the view.
+    lives: Lives,
 }
 
 impl<'a> Proof<'a> {
@@ -251,8 +254,9 @@ impl<'a> Proof<'a> {
         }
         let known = lost.is_none() && is_one_moment(&status);
         let to_view = options.repair && options.ranges.is_empty() && !known;
-        let proof =
-            Proof { handle, options, status, epoch: position[0].epoch, lost, view, since, scope, to_view };
+        let lives = lives_at(handle, &view.epoch())?;
+        let epoch = position[0].epoch;
+        let proof = Proof { handle, options, status, epoch, lost, view, since, scope, to_view, lives };
         if !proof.to_view {
             proof.narrow();
         }
@@ -475,6 +479,7 @@ impl<'a> Proof<'a> {
             partial: !self.to_view,
             // A part proves nothing for the rest.
             fuzzy: !self.to_view && replica.state == State::Fuzzy,
+            lives: self.lives.clone(),
             ..Header::new(about.uuid, Method::Compare, vec![epoch], sizes, about.block_size)
         }
     }
@@ -501,10 +506,11 @@ fn refuse_sources(
     status: &Status,
     options: &VerifyOptions,
 ) -> Result<(), SyncError> {
-    if status.primary.is_none() && !options.repair && unknown_batch(handle, status)?.is_none() {
+    if status.primary.is_none() && !options.repair && !is_older(handle, status)? {
         return Ok(());
     }
     let sync = SyncOptions { way: options.way.clone(), ..SyncOptions::default() };
+    note_older(handle, status, &sync)?;
     let facts = facts(handle, status, name, &sync)?;
     refuse_diverged(&facts, status, &sync)?;
     refuse_foreign(&facts, status, &sync)?;

@@ -25,6 +25,7 @@ pub(crate) fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header
         batch: false,
         partial: false,
         rehearsed: false,
+        lives: lineage::Lives::default(),
     }
 }
 

@@ -171,11 +171,13 @@ fn what_a_later_version_may_add() {
     longer.extend([1, 2, 3]);
     assert!(text(try_head(longer)).contains("too long"));
     assert!(text(try_head(with(3, 1))).contains("reserved"));
-    assert!(text(try_head(with(68, 1))).contains("reserved"));
+    assert!(text(try_head(with(68, 1))).contains("too short"), "a life that is not there");
     assert!(text(try_head(head[..70].to_vec())).contains("too short"));
     let mut many = head.to_vec();
     many[64..68].copy_from_slice(&u32::MAX.to_le_bytes());
-    assert!(matches!(try_head(many), Err(Error::TooLong { .. })));
+    assert!(matches!(try_head(many.clone()), Err(Error::TooLong { what: "epochs in its chain", .. })));
+    many[64..72].copy_from_slice(&(2 | u64::from(u32::MAX) << 32).to_le_bytes());
+    assert!(matches!(try_head(many), Err(Error::TooLong { what: "lives in its path", .. })));
 }
 
 #[test]

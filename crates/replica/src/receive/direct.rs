@@ -69,7 +69,7 @@ impl Replica {
         }
         // An old replica is forgotten from here on; its file stays until the rename.
         let role = self.lineage().role.clone();
-        let lineage = Lineage { role: Role::replica(role.term, role.line), ..Lineage::new() };
+        let lineage = Lineage { role: Role::replica(role.term, role.lives), ..Lineage::new() };
         if self.destination().is_device() {
             *self.lineage_mut() = lineage;
             return self.begin_step(StepKind::InPlace, Vec::new(), toward, header, false);
@@ -206,7 +206,7 @@ impl Replica {
         }
         let (nonce, unsure) = (Uuid::new_v4(), self.lineage().unsure().clone());
         let durable = self.lineage().step.as_ref().map_or(0, |step| step.durable);
-        let step = Step { kind, nonce, positions, unsure, toward: *toward, finished: false, durable };
+        let step = Step { kind, nonce, positions, unsure, toward: toward.clone(), finished: false, durable };
         self.lineage_mut().step = Some(step);
         self.store()
     }

@@ -202,7 +202,7 @@ impl ToJournal {
     /// The same up to where the group's intent decides.
     pub(super) fn prepare(self, replica: &mut Replica, decoder: &Decoder, toward: &Toward) -> Result<()> {
         let (whole, cost) = self.complete(replica, decoder, toward, Growing::prepare)?;
-        replica.set_prepared(whole.map(|contents| Prepared { contents, toward: *toward, cost }));
+        replica.set_prepared(whole.map(|contents| Prepared { contents, toward: toward.clone(), cost }));
         Ok(())
     }
 

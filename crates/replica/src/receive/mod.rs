@@ -135,18 +135,19 @@ impl Replica {
         Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
     }
 
-    /// Refuses a delta from a file where batches of a mirror have brought the replica ahead: it may be of a branch that does not have them, even
-    /// if it names their blocks, and this replica may be the only one that does. Only a sync tells.
+    /// Refuses a delta from a file where batches of a mirror have brought the replica ahead, and it is of a branch that does not have them, even
+    /// if it names their blocks: this replica may be the only one that does.
     fn refuse_ahead(&self, header: &Header, seeds: bool) -> Result<()> {
         let own = self.options().term != 0 || self.rewinds() || self.promotes();
-        if own || seeds || header.binds.is_some() || header.batch || !self.lineage().is_ahead() {
+        let has_all = header.lives.leads_over(&self.lineage().role.lives);
+        if own || seeds || header.binds.is_some() || header.batch || has_all || !self.lineage().is_ahead() {
             return Ok(());
         }
         let (path, epoch) = (self.path().display(), self.lineage().epoch);
         let number = epoch.map_or(0, |epoch| epoch.number);
         Err(ReplicaError::Refused(format!(
-            "{path} was brought ahead of epoch {number} by a mirror, and a delta in a file does not say whether it is of a source that has what \
-             was brought ({}). Nothing was changed. \"dsync sync\" from its source brings it to an epoch. If that is gone, \"dsync promote --force \
+            "{path} was brought ahead of epoch {number} by a mirror, and the source of the delta did not have what was brought ({}) when that was \
+             made. Nothing was changed. \"dsync sync\" from its source brings it to an epoch. If that is gone, \"dsync promote --force \
              {path}\" goes on with what may be the only copy of what was written last. To give that up, run \"dsync rewind --to {number} {path}\" if \
              its past is kept (\"dsync rewind\" lists it), and merge again",
             device::human_size(self.lineage().unsure_bytes())
@@ -166,20 +167,16 @@ impl Replica {
         Ok(footprint)
     }
 
-    /// Remembers the source's term, and what led to it, before anything of it is taken. A delta in a file does not tell.
+    /// Remembers the source's term before anything of it is taken. A delta in a file does not tell.
     fn hear_term(&mut self) -> Result<()> {
         if self.rewinds() || self.promotes() {
             return Ok(());
         }
-        let (term, line) = (self.options().term, self.options().line.clone());
-        let role = &self.lineage().role;
-        let term = if term == 0 { role.term } else { term };
-        if (term, &line) == (role.term, &role.line) {
+        let term = self.options().term;
+        if term == 0 || term == self.lineage().role.term {
             return Ok(());
         }
-        self.note_turn(&line)?;
-        let role = &mut self.lineage_mut().role;
-        (role.term, role.line) = (term, line);
+        self.lineage_mut().role.term = term;
         if self.is_kept() { self.store() } else { Ok(()) }
     }
 

@@ -406,7 +406,9 @@ impl Replica {
 
     /// Moves the lineage to a step whose file, `copy`, has its last name.
     fn finish_rename(&mut self, copy: Option<Stamp>) -> Result<()> {
-        let Some(toward) = self.lineage().step.as_ref().map(|step| step.toward) else { return Ok(()) };
+        let Some(toward) = self.lineage().step.as_ref().map(|step| step.toward.clone()) else {
+            return Ok(());
+        };
         self.tell(format!("epoch {} was in place; its commit has been completed", toward.epoch));
         self.note_arrival(lineage::NAME);
         self.renamed(&toward, copy)
@@ -414,7 +416,9 @@ impl Replica {
 
     /// The same where others have written to the file since: what it holds has to be compared.
     fn finish_in_doubt(&mut self) -> Result<()> {
-        let Some(toward) = self.lineage().step.as_ref().map(|step| step.toward) else { return Ok(()) };
+        let Some(toward) = self.lineage().step.as_ref().map(|step| step.toward.clone()) else {
+            return Ok(());
+        };
         self.destination().sync().map_err(io_error("sync the folder of", self.path()))?;
         let stamp = self.destination().settle().map_err(io_error("flush", self.path()))?;
         self.note_arrival(lineage::NAME);
@@ -445,7 +449,8 @@ impl Replica {
 
     /// Ends a step whose file is complete.
     fn put_in_place(&mut self) -> Result<()> {
-        let Some((kind, toward)) = self.lineage().step.as_ref().map(|step| (step.kind, step.toward)) else {
+        let Some((kind, toward)) = self.lineage().step.as_ref().map(|step| (step.kind, step.toward.clone()))
+        else {
             return Ok(());
         };
         self.note_arrival(lineage::NAME);

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use delta::{Header, Method, UnitKind, Units, decode_frame};
+use lineage::{Lives, Point};
 use testing::faulty::{FaultyFolder, Keep, Outage, Power};
 use testing::{Sample, soak};
 use uuid::Uuid;
@@ -32,7 +33,10 @@ pub(super) struct Sent {
 
 pub(super) fn header(source: &Source, to: usize, nonce: Uuid) -> Header {
     let epoch = if to < EPOCH { 0 } else { EPOCH };
+    let batches = if to == EPOCH { 0 } else { to - epoch };
+    let at = Point::number(source.epochs[epoch].number, batches as u64);
     Header {
+        lives: Lives::first(source.id).reaching(at),
         chain: vec![source.epochs[epoch]],
         binds: Some(nonce),
         batch: to != EPOCH,

@@ -576,7 +576,8 @@ fn a_promotion_that_has_ended_is_not_completed_again() {
         let demotion = crate::Demotion {
             source: source.id,
             term: 2,
-            line: delta::Line::first(),
+            lives: source.lives(1),
+            gave_up: None,
             block_size: BLOCK as u32,
             size: source.images[1].len() as u64,
             since: Some((source.epochs[1], Vec::new(), crate::UnsureSet::new())),

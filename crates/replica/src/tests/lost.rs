@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-use delta::{Epoch, Line, Term};
+use delta::{Header, Method};
 use device::{Dir, Disk, Folder, Mapping, StateFile};
+use lineage::Point;
 use testing::faulty::{FaultyFolder, Outage, Power};
 use uuid::Uuid;
 
@@ -152,24 +153,32 @@ fn who_needs_room_waits_until_readers_have_let_go() {
 }
 
 #[test]
-fn a_rewind_leaves_the_line_of_promotions_alone() {
+fn a_rewind_leads_back_to_the_lives_of_its_moment() {
     let source = Source::new(3, &[40, 40, 40]);
     let world = World::new(Kind::File);
-    let began = Epoch { number: 7, id: Uuid::from_u128(7) };
-    let line = Line::first().and(Term { number: 2, id: Uuid::from_u128(2), began, planned: false });
     let keep = Some(Keep { last: 5, bytes: Some(u64::MAX), ..Keep::default() });
-    let options = Options { term: 2, line: line.clone(), keep, ..Options::default() };
+    let options = Options { term: 2, keep, ..Options::default() };
     let folder = || Box::new(FaultyFolder::new(&on(), &world.state()).unwrap());
     let mut replica = world.open_in(&on(), folder(), &options).unwrap();
     merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    // It takes over at its first epoch; the delta names the last life only.
+    let whole = source.lives(0).and(Uuid::from_u128(2)).reaching(Point::number(source.epochs[1].number, 0));
+    let status = replica.status().clone();
+    let header = Header {
+        binds: Some(status.nonce),
+        lives: whole.since(&status.role.lives),
+        ..source.header(0, 1, Method::Tracked)
+    };
+    let tracked = source.encode(&header, 1, &source.changed(0, 1));
+    merge(&mut replica, &tracked, Commit::Journal).unwrap();
+    assert_eq!(replica.lineage().role.lives, whole);
     drop(replica);
     let mut replica = world.open(&on()).unwrap();
     let moment = replica.history().unwrap().moments[0].state;
     replica.rewind(moment).unwrap();
     assert!(world.holds(&source.images[0]));
     let role = &replica.lineage().role;
-    assert_eq!((role.term, &role.line), (2, &line));
+    assert_eq!((role.term, &role.lives), (2, &source.lives(0)));
 }
 
 /// A journal that cannot be read is not taken for one that ends there: what it holds may have been confirmed.

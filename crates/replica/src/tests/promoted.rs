@@ -140,8 +140,16 @@ fn demotion(source: &Source, size: u64, blocks: &[u64]) -> Demotion {
         unsure.set(*block..*block + 1);
     });
     let since = (source.epochs[0], vec![source.epochs[1]], UnsureSet::of_blocks(&unsure, BLOCK));
-    let (line, block_size) = (delta::Line::first(), BLOCK as u32);
-    Demotion { source: source.id, term: 2, line, block_size, size, since: Some(since), saved: None }
+    Demotion {
+        source: source.id,
+        term: 2,
+        lives: source.lives(1),
+        gave_up: None,
+        block_size: BLOCK as u32,
+        size,
+        since: Some(since),
+        saved: None,
+    }
 }
 
 fn demote(path: &Path, demotion: &Demotion, is_unwritten: bool) -> crate::Result<Replica> {

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use delta::{Encoder, Epoch, Frame, Header, Method, Record, Unit, Units, Writer};
 use device::{Buf, Dir, Disk, Folder, InlineQueue, Queue, RamDisk, StateFile};
+use lineage::{Lives, Point};
 use tempfile::TempDir;
 use testing::Random;
 use testing::faulty::{FaultyDisk, FaultyFolder, Power};
@@ -190,7 +191,13 @@ impl Source {
     pub(crate) fn header(&self, from: usize, to: usize, method: Method) -> Header {
         let size_before = if method == Method::Copy { 0 } else { self.size(from) };
         let chain = self.epochs[from..=to].to_vec();
-        Header::new(self.id, method, chain, (size_before, self.size(to)), BLOCK as u32)
+        let sizes = (size_before, self.size(to));
+        Header { lives: self.lives(to), ..Header::new(self.id, method, chain, sizes, BLOCK as u32) }
+    }
+
+    /// The lives that led to an epoch: a single one.
+    pub(crate) fn lives(&self, to: usize) -> Lives {
+        Lives::first(self.id).reaching(Point::number(self.epochs[to].number, 0))
     }
 
     /// A delta of these blocks, as bytes.

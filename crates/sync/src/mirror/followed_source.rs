@@ -171,7 +171,7 @@ impl FollowedSource {
     ) -> Result<Ended, SyncError> {
         let options = mirror.options;
         let (folder, commit) = (&options.sync.journal_dir, options.sync.commit);
-        let replica = Open::new(mirror.destination, folder, commit).beside(self.handle.about());
+        let replica = Open::new(mirror.destination, folder, commit).beside(&self.handle)?;
         let replica = Open { keep: options.sync.keep.clone(), ..replica };
         let (sender, receiver) = link.split();
         let status = open(&sender, &receiver, &replica, options.sync.bwlimit.as_ref())?;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use delta::{Compressor, Encoder, Epoch, Frame, Header, Method, encode_frame};
 use extents::Bitmap;
+use lineage::Lives;
 use link::{Received, Receiver, Sender};
 use source::{Batch, Batches, Handle};
 use uuid::Uuid;
@@ -62,8 +63,9 @@ pub(super) struct SessionContext<'a> {
 pub(super) struct MirrorSession<'a> {
     context: SessionContext<'a>,
     bookmark: String,
-    /// The state that the first batch is bound to.
+    /// The state that the first batch is bound to, and the lives that led to it.
     nonce: Uuid,
+    known: Lives,
     size: u64,
     state: Mutex<SessionState>,
     changed: Condvar,
@@ -141,6 +143,7 @@ impl<'a> MirrorSession<'a> {
             bookmark: bookmark(name, status, &context.options.sync.way),
             context,
             nonce: status.replica.nonce,
+            known: status.replica.role.lives.clone(),
             size: status.replica.size,
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -297,7 +300,7 @@ impl<'a> MirrorSession<'a> {
                 self.state().grid.iter_mut().for_each(Grid::ends);
             }
             *count += 1;
-            let stream = batch.id;
+            let stream = Uuid::new_v4();
             let blocks = batch.changes.count();
             let bytes = blocks * block_size;
             self.begin_batch(&batch, stream, ends, (blocks, bytes), (cut, cut_before));
@@ -433,7 +436,8 @@ impl<'a> MirrorSession<'a> {
             self.state().at = Some(batch.epoch);
         }
         let header = Header::new(about.uuid, Method::Tracked, chain, sizes, about.block_size);
-        Ok(Header { stream, binds: Some(nonce), batch: !ends, ..header })
+        let lives = batch.lives.since(&self.known);
+        Ok(Header { stream, binds: Some(nonce), batch: !ends, lives, ..header })
     }
 
     /// Reads a batch from its view.

@@ -1,0 +1,183 @@
+//! The lives of a source, by which it is told who is ahead of whom (`crates/lineage`). One begins with the source, with each opening for
+//! writing, and with each promotion; cuts and the batches of mirrors are numbered within it. So a source whose disk and state went back
+//! together, as a hypervisor's snapshot does it, is told by a replica that got a later batch.
+//!
+//! What may have been sent is noted before it is: a crash leaves no replica with a batch that its source does not know.
+
+use std::time::{Duration, Instant};
+
+use delta::Epoch;
+use device::Folder;
+use lineage::{Lives, Point};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::SourceError;
+use crate::json::{read_json, write_json};
+use crate::state::{About, about_in, write_about};
+
+const NAME: &str = "batches";
+
+/// Where batches follow each other in less than that, more of them are noted at once.
+const NOTED_EVERY: Duration = Duration::from_secs(1);
+
+/// The batches of a life that may have been sent: up to this one.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct Drawn(Point);
+
+/// The lives that led to what a source is now, with the last of its epochs.
+///
+/// # Errors
+/// If its state cannot be read.
+pub fn lives(folder: &dyn Folder, about: &About, last: Option<Epoch>) -> Result<Lives, SourceError> {
+    let drawn = match read_json::<Drawn>(folder, NAME) {
+        // A replica that got one counts as ahead then.
+        Err(SourceError::Damaged { .. }) => None,
+        drawn => drawn?,
+    };
+    let mut lives = about.lives.clone();
+    let begun = lives.lives().iter().skip(1).map(Point::cut).max().unwrap_or(0);
+    let is_present = |drawn: &Drawn| lives.lives().first().is_some_and(|life| life.life == drawn.0.life);
+    let drawn = drawn.filter(is_present).map_or(0, |drawn| drawn.0.n);
+    if let Some(last) = last.filter(|last| last.number > begun) {
+        lives = lives.reaching(Point::number(last.number, 0));
+    }
+    Ok(lives.reaching(drawn))
+}
+
+/// Begins a life where the source is now; durable on return.
+///
+/// # Errors
+/// If that cannot be written.
+pub(crate) fn begin(folder: &dyn Folder, about: &mut About, last: Option<Epoch>) -> Result<(), SourceError> {
+    about.lives = lives(folder, about, last)?.and(Uuid::new_v4());
+    // The path may have been noted since.
+    let known = about_in(folder)?.unwrap_or_else(|| about.clone());
+    write_about(folder, &About { lives: about.lives.clone(), ..known })
+}
+
+/// Numbers the batches of a source's present life.
+#[derive(Debug, Default)]
+pub(crate) struct Batches {
+    /// The last one.
+    last: u64,
+    /// Up to which they are noted, how many were noted at once, and when.
+    noted: Option<(u64, u64, Instant)>,
+}
+
+impl Batches {
+    /// The next batch after the cut of this number. To be called in the order of the moments that batches show.
+    ///
+    /// # Errors
+    /// If it cannot be noted, or there are no more numbers.
+    pub(crate) fn next(&mut self, folder: &dyn Folder, life: Uuid, cut: u64) -> Result<Point, SourceError> {
+        let mut n = self.last.max(Point::number(cut, 0)) + 1;
+        if let Some((upto, _, at)) = self.noted {
+            // What was noted ahead lapses: a state that is restored to here would know it.
+            if at.elapsed() >= NOTED_EVERY && upto >= n {
+                n = upto + 1;
+            }
+        }
+        if Point::cut(&Point { life, n }) != cut {
+            let why = "too many batches have followed its last epoch: stop the mirror, run \"dsync sync\", and start it again";
+            return Err(SourceError::Refused(why.into()));
+        }
+        if self.noted.is_none_or(|(upto, ..)| upto < n) {
+            let soon = self.noted.filter(|(.., at)| at.elapsed() < NOTED_EVERY);
+            let more = soon.map_or(1, |(_, more, _)| more.saturating_mul(2));
+            let upto = n.saturating_add(more - 1).min(Point::number(cut, Point::MOST_BATCHES));
+            write_json(folder, NAME, &Drawn(Point { life, n: upto }))?;
+            self.noted = Some((upto, more, Instant::now()));
+        }
+        self.last = n;
+        Ok(Point { life, n })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Dir;
+
+    fn scene() -> (tempfile::TempDir, Dir, About) {
+        let place = tempfile::tempdir().unwrap();
+        std::fs::write(place.path().join("disk"), [0; 4096]).unwrap();
+        let identity = device::identity(&place.path().join("disk")).unwrap();
+        let folder = Dir::open(&place.path().join("state")).unwrap();
+        let about = About::new(Uuid::new_v4(), identity, 4096);
+        write_about(&folder, &about).unwrap();
+        (place, folder, about)
+    }
+
+    fn epoch(number: u64) -> Option<Epoch> {
+        Some(Epoch { number, id: Uuid::from_u128(number.into()) })
+    }
+
+    #[test]
+    fn a_source_that_went_back_does_not_know_later_batches() {
+        let (_place, folder, mut about) = scene();
+        begin(&folder, &mut about, epoch(3)).unwrap();
+        let life = about.lives.lives()[0].life;
+        let knows = |about: &About, point: &Point| lives(&folder, about, epoch(3)).unwrap().has(point);
+        let mut batches = Batches::default();
+        let one = batches.next(&folder, life, 3).unwrap();
+        let before = std::fs::read(folder.path().join(NAME)).unwrap();
+        // Some are noted ahead, so it takes a few.
+        let later: Vec<Point> = (0..10).map(|_| batches.next(&folder, life, 3).unwrap()).collect();
+        assert!(later.iter().chain([&one]).all(|point| knows(&about, point)));
+        assert_eq!(later.iter().map(|point| point.n).collect::<std::collections::BTreeSet<_>>().len(), 10);
+        // Back: what followed is unknown, also once another life has begun.
+        std::fs::write(folder.path().join(NAME), before).unwrap();
+        assert!(knows(&about, &one) && !knows(&about, &later[0]) && !knows(&about, &later[9]));
+        begin(&folder, &mut about, epoch(3)).unwrap();
+        let next = about.lives.lives()[0].life;
+        let again: Vec<Point> = (0..10).map(|_| Batches::default().next(&folder, next, 3).unwrap()).collect();
+        assert!(knows(&about, &one) && knows(&about, &again[0]) && !knows(&about, &later[0]));
+        std::fs::write(folder.path().join(NAME), "nonsense").unwrap();
+        assert!(knows(&about, &one) && !knows(&about, &again[0]));
+    }
+
+    #[test]
+    fn what_was_noted_ahead_lapses() {
+        let (_place, folder, mut about) = scene();
+        begin(&folder, &mut about, epoch(1)).unwrap();
+        let life = about.lives.lives()[0].life;
+        let mut batches = Batches::default();
+        (0..100).for_each(|_| _ = batches.next(&folder, life, 1).unwrap());
+        let before = std::fs::read(folder.path().join(NAME)).unwrap();
+        std::thread::sleep(NOTED_EVERY);
+        let later = batches.next(&folder, life, 1).unwrap();
+        assert!(lives(&folder, &about, epoch(1)).unwrap().has(&later));
+        std::fs::write(folder.path().join(NAME), before).unwrap();
+        assert!(!lives(&folder, &about, epoch(1)).unwrap().has(&later));
+    }
+
+    #[test]
+    fn what_follows_quickly_is_noted_together() {
+        let (_place, folder, about) = scene();
+        let (mut batches, mut noted) = (Batches::default(), Vec::new());
+        for _ in 0..100 {
+            batches.next(&folder, about.uuid, 1).unwrap();
+            noted.push(read_json::<Drawn>(&folder, NAME).unwrap().unwrap().0.n);
+        }
+        noted.dedup();
+        assert!(noted.len() < 20, "{noted:?}");
+    }
+
+    /// An epoch that was there when a life began is of the one before.
+    #[test]
+    fn a_life_has_the_epochs_since_it_began() {
+        let (_place, folder, mut about) = scene();
+        let first = about.lives.lives()[0].life;
+        let at = |about: &About, number| *lives(&folder, about, epoch(number)).unwrap().tip().unwrap();
+        assert_eq!(at(&about, 3), Point { life: first, n: Point::number(3, 0) });
+        begin(&folder, &mut about, epoch(3)).unwrap();
+        assert_eq!(at(&about, 3), Point { life: first, n: Point::number(3, 0) });
+        // Nothing was cut in it: the next one begins there, too.
+        begin(&folder, &mut about, epoch(3)).unwrap();
+        assert_eq!(at(&about, 3), Point { life: first, n: Point::number(3, 0) });
+        let next = at(&about, 4);
+        assert_eq!((next.life, next.cut()), (about.lives.lives()[0].life, 4));
+        assert_eq!(about_in(&folder).unwrap().unwrap().lives, about.lives);
+    }
+}
