@@ -374,8 +374,11 @@ impl Lineage {
         let also =
             |demoted: Demoted| if toward.batch { demoted } else { Demoted { also: Vec::new(), ..demoted } };
         let demoted = self.role.demoted.clone().filter(|_| still).map(also);
-        let before = &self.role.lives;
-        let lives = toward.lives.as_ref().map_or_else(|| before.clone(), |lives| lives.onto(before));
+        let lives = match &toward.lives {
+            None => self.role.lives.clone(),
+            // The source may have been told of what it wrote itself, as a former source.
+            Some(lives) => lives.onto(self.role.all_lives()),
+        };
         let follows = || Role { demoted, ..Role::replica(self.role.term, lives) };
         // In one step with what was written to the rehearsal. No undo delta leads from there, and no group commits it.
         let (nonce, role, group) = match toward.rehearsed {

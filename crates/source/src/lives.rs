@@ -25,20 +25,33 @@ const NOTED_EVERY: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Drawn(Point);
 
+/// The last batch of a source's present life that may have been sent.
+fn drawn(folder: &dyn Folder, about: &About) -> Result<Option<Point>, SourceError> {
+    let drawn: Option<Drawn> = match read_json(folder, NAME) {
+        // A replica that got one counts as ahead then.
+        Err(SourceError::Damaged { .. }) => None,
+        drawn => drawn?,
+    };
+    let present = about.lives.lives().first().map(|life| life.life);
+    Ok(drawn.map(|Drawn(point)| point).filter(|point| Some(point.life) == present))
+}
+
+/// True if batches of a source's present life may have been sent.
+///
+/// # Errors
+/// If its state cannot be read.
+pub(crate) fn has_batches(folder: &dyn Folder, about: &About) -> Result<bool, SourceError> {
+    Ok(drawn(folder, about)?.is_some())
+}
+
 /// The lives that led to what a source is now, with the last of its epochs.
 ///
 /// # Errors
 /// If its state cannot be read.
 pub fn lives(folder: &dyn Folder, about: &About, last: Option<Epoch>) -> Result<Lives, SourceError> {
-    let drawn = match read_json::<Drawn>(folder, NAME) {
-        // A replica that got one counts as ahead then.
-        Err(SourceError::Damaged { .. }) => None,
-        drawn => drawn?,
-    };
+    let drawn = drawn(folder, about)?.map_or(0, |drawn| drawn.n);
     let mut lives = about.lives.clone();
     let begun = lives.lives().iter().skip(1).map(Point::cut).max().unwrap_or(0);
-    let is_present = |drawn: &Drawn| lives.lives().first().is_some_and(|life| life.life == drawn.0.life);
-    let drawn = drawn.filter(is_present).map_or(0, |drawn| drawn.0.n);
     if let Some(last) = last.filter(|last| last.number > begun) {
         lives = lives.reaching(Point::number(last.number, 0));
     }

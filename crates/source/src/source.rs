@@ -607,7 +607,8 @@ impl Source {
         }
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
-        if !options.read_only {
+        // What only reads may end an epoch, too: of a life whose batches a state that went back does not know all.
+        if !options.read_only || lives::has_batches(&*folder, &about)? {
             lives::begin(&*folder, &mut about, history.last())?;
         }
         foreign.into_iter().for_each(|times| disk.settle(times));

@@ -47,6 +47,10 @@ pub(crate) fn facts<'a>(
         term: about.term,
         began: about.began,
         branch,
+        common: match branch {
+            Branch::Ahead(at) | Branch::Forked(at) => handle.history()?.by_number(at.cut()),
+            _ => None,
+        },
         two: two.unwrap_or_default(),
         name,
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),

@@ -33,6 +33,8 @@ pub(crate) struct Facts<'a> {
     pub began: Option<Epoch>,
     /// What the replica is to it, by the lives that led to either.
     pub branch: Branch,
+    /// The epoch from which the two go apart, as far as its history knows that.
+    pub common: Option<Epoch>,
     /// What is known of two sources, where the destination is one of the same id.
     pub two: TwoSources,
     /// The replica, as the user named it.
@@ -277,8 +279,8 @@ pub(crate) fn refuse_diverged(
         }
         _ => {
             // What its own history does not reach, it could not be demoted at.
-            let anew = |common: &u64| status.demotes_anew.iter().any(|epoch| epoch.number == *common);
-            let common = Some(common).filter(|common| !demoted || anew(common));
+            let anew = facts.common.filter(|common| status.demotes_anew.contains(common));
+            let common = if demoted { anew.map(|common| common.number) } else { Some(common) };
             diverged(term, common, Divergence::OtherBranch { epoch: epoch.number, demoted })
         }
     }
@@ -656,6 +658,7 @@ mod tests {
                 () if has("strangers") => Branch::Strangers,
                 () => Branch::Behind,
             },
+            common: Some(epoch(5)),
             two: TwoSources {
                 common: has("common").then_some(5),
                 here: Since {
