@@ -36,14 +36,6 @@ fn drawn(folder: &dyn Folder, about: &About) -> Result<Option<Point>, SourceErro
     Ok(drawn.map(|Drawn(point)| point).filter(|point| Some(point.life) == present))
 }
 
-/// True if batches of a source's present life may have been sent.
-///
-/// # Errors
-/// If its state cannot be read.
-pub(crate) fn has_batches(folder: &dyn Folder, about: &About) -> Result<bool, SourceError> {
-    Ok(drawn(folder, about)?.is_some())
-}
-
 /// The lives that led to what a source is now, with the last of its epochs.
 ///
 /// # Errors
@@ -67,6 +59,20 @@ pub(crate) fn begin(folder: &dyn Folder, about: &mut About, last: Option<Epoch>)
     // The path may have been noted since.
     let known = about_in(folder)?.unwrap_or_else(|| about.clone());
     write_about(folder, &About { lives: about.lives.clone(), ..known })
+}
+
+/// Begins a life where a source is opened for writing; and where it is only read, if batches of its present life may have been sent: that may end
+/// epochs, too, and a state that went back does not know all of those batches.
+///
+/// # Errors
+/// As for [`begin`].
+pub(crate) fn open(
+    folder: &dyn Folder,
+    about: &mut About,
+    last: Option<Epoch>,
+    read_only: bool,
+) -> Result<(), SourceError> {
+    if !read_only || drawn(folder, about)?.is_some() { begin(folder, about, last) } else { Ok(()) }
 }
 
 /// Numbers the batches of a source's present life.

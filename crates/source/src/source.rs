@@ -607,10 +607,7 @@ impl Source {
         }
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
-        // What only reads may end an epoch, too: of a life whose batches a state that went back does not know all.
-        if !options.read_only || lives::has_batches(&*folder, &about)? {
-            lives::begin(&*folder, &mut about, history.last())?;
-        }
+        lives::open(&*folder, &mut about, history.last(), options.read_only)?;
         foreign.into_iter().for_each(|times| disk.settle(times));
         disk.look(|| changed(&identity))?;
         let backing: Arc<dyn Backing> = backing.into();
