@@ -358,7 +358,7 @@ impl World {
         };
         let disk = Arc::new(SimDisk::new(process, self.disk()));
         let folder = Arc::new(SimFolder::new(process, &self.state));
-        Source::over(self.known(&*folder, self.uuid)?, disk, folder, Box::new(medium), &options)
+        Source::over(self.known(&folder, self.uuid)?, disk, folder, Box::new(medium), &options)
     }
 
     /// Starts a server of the source.
@@ -422,7 +422,7 @@ impl World {
             let tracker = SimTracker::new(self.hold(process, state)?, process, self.disk());
             let disk = Arc::new(SimDisk::new(process, self.disk()));
             let folder = Arc::new(SimFolder::new(process, state));
-            let about = self.known(&*folder, uuid)?;
+            let about = self.known(&folder, uuid)?;
             return Ok(Live::over(about, disk, folder, Box::new(tracker))?.into());
         }
         Ok(Handle::of_source(self.open_source(process, true)?))

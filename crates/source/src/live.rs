@@ -21,6 +21,7 @@ use crate::convergence::Convergence;
 use crate::discard;
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::History;
+use crate::lives;
 use crate::memory_view::{MemoryReader, MemoryView};
 use crate::source::{Backing, open_reader};
 use crate::stamp::ImageStamp;
@@ -197,7 +198,7 @@ impl Live {
     /// Opens a live disk from its parts. Takes no lock.
     #[doc(hidden)]
     pub fn over(
-        about: About,
+        mut about: About,
         disk: Arc<dyn Disk>,
         folder: Arc<dyn Folder>,
         tracker: Box<dyn Tracker>,
@@ -206,6 +207,7 @@ impl Live {
         // A stamp of a server is not valid from here on.
         ImageStamp::forget(&*folder)?;
         let history = History::hold(&*folder)?;
+        lives::open(&*folder, &mut about, history.last(), true)?;
         let since = tracker.released()?;
         let lost = match since {
             _ if tracker.size() != disk.len() => Some(RESIZED.into()),

@@ -116,6 +116,7 @@ impl Batches {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::ABOUT;
     use device::Dir;
 
     fn scene() -> (tempfile::TempDir, Dir, About) {
@@ -154,6 +155,28 @@ mod tests {
         assert!(knows(&about, &one) && knows(&about, &again[0]) && !knows(&about, &later[0]));
         std::fs::write(folder.path().join(NAME), "nonsense").unwrap();
         assert!(knows(&about, &one) && !knows(&about, &again[0]));
+    }
+
+    /// After the batches of a server, also what only reads begins a life: its epochs follow none of those that a state which went back has
+    /// forgotten.
+    #[test]
+    fn no_epoch_at_rest_goes_on_in_a_life_that_has_batches() {
+        let (_place, folder, mut about) = scene();
+        open(&folder, &mut about, epoch(1), false).unwrap();
+        let served = about.lives.clone();
+        open(&folder, &mut about, epoch(1), true).unwrap();
+        assert_eq!(about.lives, served, "nothing was sent");
+        let before = std::fs::read(folder.path().join(ABOUT)).unwrap();
+        let (life, mut batches) = (served.lives()[0].life, Batches::default());
+        let noted = batches.next(&folder, life, 1).unwrap();
+        let files = [(ABOUT, before), (NAME, std::fs::read(folder.path().join(NAME)).unwrap())];
+        let forgotten = [(); 3].map(|()| batches.next(&folder, life, 1).unwrap())[2];
+        for (name, content) in files {
+            std::fs::write(folder.path().join(name), content).unwrap();
+        }
+        open(&folder, &mut about, epoch(1), true).unwrap();
+        let after = lives(&folder, &about, epoch(2)).unwrap();
+        assert!(after.has(&noted) && !after.has(&forgotten), "{after:?}");
     }
 
     #[test]
