@@ -164,11 +164,12 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     };
     if let Some(message) = interrupted {
         let output = output.alike();
+        let cost = sync_command::cost_of_interrupt(&cli.command, &state);
         failure::on_interrupt(move || {
             if !message.is_empty() {
                 // Behind the terminal's own ^C.
                 eprintln!();
-                output.error(message, failure::INTERRUPTED);
+                output.error(&format!("{message}{}", cost()), failure::INTERRUPTED);
             }
         })?;
     }

@@ -310,6 +310,7 @@ impl<'a> GroupSession<'a> {
             totals: Totals::new(self.progress),
             in_place: self.statuses[at].in_place,
             member: (at, prepare),
+            resends: false,
         }
     }
 
@@ -323,7 +324,7 @@ impl<'a> GroupSession<'a> {
             }
             let (traffic, began) = (self.sender.traffic(), Instant::now());
             let before = (traffic.sent(), traffic.received());
-            let summary = bring(handle, &self.transfer(at, false), status.clone(), || ());
+            let summary = bring(handle, self.transfer(at, false), status.clone(), || ());
             let mut summary = summary.map_err(|error| of_member(handle, error))?;
             summary.bytes_sent = traffic.sent() - before.0;
             summary.bytes_received = traffic.received() - before.1;
