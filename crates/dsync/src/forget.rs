@@ -126,15 +126,16 @@ pub(crate) fn bookmark(
     let begun: Vec<String> =
         Tally::all(&place).into_iter().filter(Tally::is_first_copy).map(|tally| tally.replica).collect();
     let is_remembered =
-        |name: &str| bookmarks.0.contains_key(name) || begun.iter().any(|known| known == name);
+        |name: &str| bookmarks.named(name).is_some() || begun.iter().any(|known| known == name);
     // A replica on this host is remembered by its path without links.
     let path = local::path_of(name).ok().map(|path| path.display().to_string());
     let name = match path.as_deref().filter(|path| is_remembered(path)) {
         Some(path) if !is_remembered(name) => path,
         _ => name,
     };
-    let is_known = bookmarks.0.contains_key(name);
     let is_remembered = is_remembered(name);
+    let is_known = bookmarks.named(name).is_some();
+    let name = bookmarks.named(name).map_or(name, |(key, _)| key);
     let work = Tally::read(&place, name).work.filter(Work::is_alive);
     if let Some(work) = work {
         bail!(Failure::busy(format!(

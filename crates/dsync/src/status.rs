@@ -233,9 +233,7 @@ impl SourceStatus {
             bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
         let replicas: Vec<Lacking> = replicas.collect();
         let mut first_copies = Tally::all(place);
-        first_copies.retain(|tally| {
-            tally.is_first_copy() && replicas.iter().all(|known| known.replica != tally.replica)
-        });
+        first_copies.retain(|tally| tally.is_first_copy() && bookmarks.named(&tally.replica).is_none());
         let is_untracked = served.is_none() && !about.identity.is_block() && !source::was_served(place);
         let status = SourceStatus {
             kind: "source",
@@ -677,7 +675,7 @@ fn say_former_sources(status: &ReplicaStatus, state: &StateDir, output: &Output)
             continue;
         }
         let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
-        if let Some(known) = bookmarks.0.get(&name) {
+        if let Some((_, known)) = bookmarks.named(&name) {
             output.say(&format!(
                 "  it was a replica of {} until {} (epoch {}): syncs from that are refused now",
                 about.path.display(),
@@ -719,7 +717,7 @@ pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     let known = known.iter().find(|known| known.path == listed);
     for (place, about) in state.survey()?.sources {
         let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
-        if let Some(bookmark) = bookmarks.0.get(&name) {
+        if let Some((_, bookmark)) = bookmarks.named(&name) {
             return Ok(format!(
                 "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {2}. If its file system is not \
                  mounted or its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create {2} {name}\" \

@@ -26,6 +26,7 @@ use trackers::{CowFiles, CowStore, Follower};
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::bookmarks::Reached;
 use crate::group::SourceGroup;
 use crate::source::{Checkpoint, SharedView, Source};
 
@@ -50,9 +51,8 @@ enum Request {
     /// A replica is at this epoch now.
     Acknowledge {
         replica: String,
-        epoch: Epoch,
-        #[serde(default)]
-        unread: u64,
+        #[serde(flatten)]
+        at: Reached,
     },
     /// A mirror has brought a replica up to date as of this time, in seconds since 1970.
     Reached { replica: String, time: u64 },
@@ -422,8 +422,8 @@ fn answer(
             source.dirty().encode(&mut blob);
             return send(socket, &Response::Dirty, &blob, &[]).map(Ok);
         }
-        Request::Acknowledge { replica, epoch, unread } => {
-            return answer_with(socket, source.acknowledge(&replica, epoch, unread).map(|()| Response::Done));
+        Request::Acknowledge { replica, at } => {
+            return answer_with(socket, source.acknowledge(&replica, at).map(|()| Response::Done));
         }
         Request::Reached { replica, time } => {
             source.reached(replica, time);
@@ -665,8 +665,8 @@ impl Client {
     }
 
     /// Reports the epoch of a replica.
-    pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
-        self.ask(&Request::Acknowledge { replica: replica.to_owned(), epoch, unread }).map(|_| ())
+    pub(crate) fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
+        self.ask(&Request::Acknowledge { replica: replica.to_owned(), at }).map(|_| ())
     }
 
     /// A mirror has brought a replica up to date as of then, in seconds since 1970.

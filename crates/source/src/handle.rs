@@ -11,7 +11,7 @@ use uuid::Uuid;
 use crate::SourceError;
 use crate::batch_ids;
 use crate::batches::Batches;
-use crate::bookmarks::Bookmarks;
+use crate::bookmarks::{Bookmarks, Reached};
 use crate::control::{Client, ServedView, Status, status};
 use crate::history::{History, Position};
 use crate::live::Live;
@@ -293,7 +293,7 @@ impl Handle {
         let found = match what.parse() {
             Ok(number) => self.history()?.by_number(number).ok_or(format!("epoch {what} in its history")),
             Err(_) => {
-                let found = self.bookmarks()?.0.get(what).map(|b| b.epoch);
+                let found = self.bookmarks()?.named(what).map(|(_, b)| b.epoch);
                 found.ok_or(format!("checkpoint or replica \"{what}\""))
             }
         };
@@ -400,11 +400,11 @@ impl Handle {
     }
 
     /// Records the epoch at which a replica is now.
-    pub fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
+    pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         match &self.holder {
-            Holder::Here(source) => source.acknowledge(replica, epoch, unread),
-            Holder::Live(live) => live.acknowledge(replica, epoch, unread),
-            Holder::Server(client, _) => client.acknowledge(replica, epoch, unread),
+            Holder::Here(source) => source.acknowledge(replica, at),
+            Holder::Live(live) => live.acknowledge(replica, at),
+            Holder::Server(client, _) => client.acknowledge(replica, at),
         }
     }
 

@@ -57,7 +57,7 @@ mod watchdog;
 pub use attended::{Attended, There};
 pub use batch_ids::BatchSessions;
 pub use batches::{Batch, Batches};
-pub use bookmarks::{Bookmark, Bookmarks, is_plain};
+pub use bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
 pub use control::{Client, ControlServer, Status};
 pub use convergence::Convergence;
 pub use device::Boot;

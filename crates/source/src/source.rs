@@ -19,11 +19,12 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::batch_ids::BatchIds;
-use crate::bookmarks::Bookmarks;
+use crate::bookmarks::{Bookmarks, Reached};
 use crate::discard;
 use crate::history::{History, Position};
 use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
 use crate::state::{About, StateDir, about_in, write_about};
+use crate::tally::Tally;
 use crate::view::View;
 
 /// How to open a source.
@@ -940,10 +941,11 @@ impl Source {
     }
 
     /// Records the epoch of a replica, and tidies the history.
-    pub fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
+    pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         let open = self.open_epochs();
         let mut epochs = self.epochs();
-        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch, unread)?;
+        let bookmarks = Bookmarks::set(&*self.folder, replica, at)?;
+        Tally::follow(&*self.folder, &bookmarks, replica);
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
     }
 
@@ -969,7 +971,7 @@ impl Source {
             Some(epoch) => epoch,
             None => self.end_epoch(&mut epochs, false, None)?.0.epoch,
         };
-        let bookmarks = Bookmarks::set(&*self.folder, name, epoch, 0)?;
+        let bookmarks = Bookmarks::set(&*self.folder, name, Reached::epoch(epoch))?;
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)?;
         Ok(epoch)
     }

@@ -18,7 +18,7 @@ use source::{GroupHandle, Handle, View};
 use crate::account::Account;
 use crate::cut_hook::around;
 use crate::error::SyncError;
-use crate::facts::{bookmark, facts, moment, newest_known};
+use crate::facts::{acknowledge, bookmark, facts, moment, newest_known};
 use crate::live::Approach;
 use crate::messages::{
     COMMIT_GROUP, Committed, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, Status, expect, nonsense, part,
@@ -432,12 +432,17 @@ impl<'a> GroupSession<'a> {
                 return Err(nonsense("an epoch that was not sent"));
             }
             let name = bookmark(&member.summary.destination, &member.status, &self.options.way);
-            member.handle.acknowledge(&name, epoch, 0)?;
+            let state = match &committed {
+                Some(_) => member.plan.header.stream,
+                None => member.status.replica.nonce,
+            };
+            let renamed = acknowledge(member.handle, &name, &member.status, epoch, (state, 0))?;
             member.summary.epoch = Some(epoch.number);
             if let Some(committed) = committed {
                 member.summary.bytes_written = committed.bytes_written;
                 member.summary.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
             }
+            member.summary.warnings.extend(renamed);
         }
         Ok(())
     }

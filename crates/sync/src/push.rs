@@ -12,7 +12,7 @@ use crate::account::Account;
 use crate::cut_hook::around;
 use crate::digests::Digests;
 use crate::error::SyncError;
-use crate::facts::{bookmark, facts, moment, newest_known, present};
+use crate::facts::{acknowledge, bookmark, facts, moment, newest_known, present};
 use crate::live::catch_up;
 use crate::messages::{Open, Status, open, part, text};
 use crate::options::SyncOptions;
@@ -124,7 +124,8 @@ pub(crate) fn bring(
         summary.trust.push_str(", without a cut: the disk was written to during the last pass");
     }
     if plan.is_done(&status) {
-        handle.acknowledge(&bookmark, view.epoch(), 0)?;
+        let state = (status.replica.nonce, 0);
+        summary.warnings.extend(acknowledge(handle, &bookmark, &status, view.epoch(), state)?);
         summary.epoch = Some(view.epoch().number);
         return Ok(summary);
     }
@@ -137,13 +138,14 @@ pub(crate) fn bring(
         }
     };
     summary.count(&transfer.totals);
-    handle.acknowledge(&bookmark, committed.epoch, summary.unreadable.bytes)?;
+    let state = (plan.header.stream, summary.unreadable.bytes);
+    let renamed = acknowledge(handle, &bookmark, &status, committed.epoch, state)?;
     summary.epoch = Some(committed.epoch.number);
     if let Some(changed) = plan.changed.filter(|(blocks, ..)| *blocks < summary.blocks_changed) {
         (summary.blocks_changed, summary.extents, summary.bytes_changed) = changed;
     }
     summary.digests = committed.digests.as_deref().map(text);
-    summary.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
+    summary.warnings = committed.warnings.iter().map(|warning| text(warning)).chain(renamed).collect();
     summary.bytes_written = committed.bytes_written;
     summary.view_bytes = view.kept_bytes();
     Ok(summary)
