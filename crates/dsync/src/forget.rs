@@ -170,6 +170,9 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         if known.lists(&listed)? {
             return missing(&known, &listed, args.dry_run, output);
         }
+        if let Some(folder) = known.away(&listed)? {
+            return away(&listed, &folder, &options, args.dry_run, output);
+        }
         bail!(SourceError::Unknown(format!(
             "{} is neither a known source nor a replica on this host: \"dsync status\" lists both",
             args.what
@@ -231,6 +234,27 @@ fn lost_past(moments: usize) -> &'static str {
         1 => "; the moment kept by --keep is lost",
         _ => "; the moments kept by --keep are lost",
     }
+}
+
+/// Forgets a replica on a device that is away.
+fn away(
+    path: &Path,
+    folder: &Path,
+    options: &replica::Options,
+    dry_run: bool,
+    output: &Output,
+) -> Result<()> {
+    let options = replica::Options { folder: Some(folder.to_path_buf()), ..options.clone() };
+    let moments = replica::history(path, &options).map_or(0, |history| history.moments.len());
+    if !dry_run {
+        KnownReplicas::forget_state(folder)?;
+    }
+    let past = lost_past(moments);
+    let cost = format!(
+        "its disk is not attached; if it comes back, the next \"dsync sync\" to it needs --adopt and compares everything{past}"
+    );
+    Forgotten { kind: "replica", path, bookmark: None, cost, dry_run }.say(output);
+    Ok(())
 }
 
 /// Forgets a replica of which nothing but its entry in the list is left.

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use dsync_tests::far::Far;
 use dsync_tests::image;
-use dsync_tests::{Scene, Site};
+use dsync_tests::mount::Loop;
+use dsync_tests::{Scene, Site, need_root, skipped};
 
 const MIB: u64 = 1 << 20;
 
@@ -186,4 +187,34 @@ fn a_replica_that_is_reached_by_two_names_has_one_bookmark() {
     let told = scene.site.dsync(["status", "--json", "vm"]).ok().summary();
     assert_eq!(told["replicas"].as_array().map(Vec::len), Some(0), "{told}");
     scene.site.dsync(["forget", "vm", &names[1]]).output().says(&["no checkpoint or replica"]);
+}
+
+/// A replica on a disk that is not attached any more is forgotten by the name that the status shows.
+#[test]
+fn a_replica_on_a_detached_device_is_forgotten_by_its_name() {
+    let what = "forgetting a replica on a detached loop device";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 8 * MIB);
+    let image = scene.site.image("device.img", 8 * MIB);
+    let Some(device) = Loop::new(&image) else { return skipped(what, "there is no loop device") };
+    scene.replica = device.device().to_path_buf();
+    scene.sync(&[]).ok();
+    drop(device);
+    let replicas = |scene: &Scene| {
+        let told = scene.site.dsync(["status", "--json"]).ok().json();
+        told.into_iter().filter(|it| it["kind"] == "replica").collect::<Vec<_>>()
+    };
+    let shown = replicas(&scene);
+    assert_eq!((shown.len(), &shown[0]["state"]), (1, &"missing".into()), "{shown:?}");
+    let name = shown[0]["path"].as_str().expect("a path").to_owned();
+    let told = scene.site.dsync(["forget", "--json", "-n", &name]).ok().summary();
+    assert!(told["cost"].as_str().is_some_and(|cost| cost.contains("not attached")), "{told}");
+    assert_eq!(replicas(&scene).len(), 1, "a dry run forgot it");
+    scene.site.dsync(["forget", &name]).ok();
+    assert_eq!(replicas(&scene), Vec::<serde_json::Value>::new());
+    scene.site.dsync(["forget", &name]).output().says(&["neither"]);
+    // What its source has of it is another thing.
+    scene.site.dsync(["forget", "vm", &name]).ok();
 }
