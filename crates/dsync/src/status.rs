@@ -220,7 +220,7 @@ impl SourceStatus {
                 (Ok(_), Some(why)) => (None, Some(why.clone()), false),
                 (Ok(_), None) => (Some(lacking.count()), None, false),
             };
-            let Bookmark { epoch, time, unread } = bookmark;
+            let Bookmark { epoch, time, unread, .. } = bookmark;
             let mirror = served.as_ref().and_then(|served| served.mirrored.get(&replica).copied());
             let (time, mirrored) = (mirror.unwrap_or(0).max(time), mirror.is_some_and(|upto| upto > time));
             let tally = Tally::read(place, &replica);
@@ -584,8 +584,15 @@ impl ReplicaStatus {
                  sync\" sends it)",
                 units::size(self.unsure)
             ),
-            _ => "incomplete: run \"dsync sync\" again".to_owned(),
+            _ => "incomplete: a copy to it or a commit in place did not end".to_owned(),
         }
+    }
+
+    /// True if what it holds is no moment of its source, and is called neither by that nor by what is known of it besides.
+    fn is_begun(&self) -> bool {
+        self.demoted.is_none()
+            && self.state == State::Incomplete
+            && (self.epoch.is_none() || self.unsure == 0 || self.partial)
     }
 }
 
@@ -697,6 +704,9 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
     local::say_origin(status.origin.as_deref(), output);
     match &status.recovered {
         Some(recovered) => output.say(&format!("  {recovered}")),
+        None if recovering && status.is_begun() => {
+            output.say("  it is no moment of its source, and cannot be completed without that");
+        }
         None if recovering => output.say("  nothing to recover"),
         None => {}
     }
@@ -705,6 +715,8 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
     say_readers(&status.readers, output);
     if status.partial {
         output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
+    } else if status.is_begun() {
+        output.say("  the next \"dsync sync\" from its source completes it");
     }
     output.summary(status);
 }
