@@ -64,6 +64,10 @@ use output::Output;
 use steering::Steering;
 use wait::until_free;
 
+/// Memory that is refused is an error that is told.
+#[global_allocator]
+static MEMORY: extents::Memory = extents::Memory;
+
 fn main() -> ExitCode {
     // A file beyond "ulimit -f" is an error that can be told then, and no sudden death. A handler, because a signal that is
     // ignored stays so for the programs that this one starts.

@@ -417,11 +417,7 @@ fn answer(
                 ))));
             }
         },
-        Request::Dirty => {
-            let mut blob = Vec::new();
-            source.dirty().encode(&mut blob);
-            return send(socket, &Response::Dirty, &blob, &[]).map(Ok);
-        }
+        Request::Dirty => return answer_dirty(source, socket),
         Request::Acknowledge { replica, at } => {
             return answer_with(socket, source.acknowledge(&replica, at).map(|()| Response::Done));
         }
@@ -437,8 +433,7 @@ fn answer(
             return answer_with(socket, source.forget_bookmark(&name).map(|()| Response::Done));
         }
         Request::Status => {
-            let status = Response::Status(status(source));
-            return send(socket, &status, &[], &[]).map(Ok);
+            return answer_with(socket, status(source).map(Response::Status));
         }
         Request::Follow => {
             holding.follower = Some(source.follow());
@@ -495,6 +490,16 @@ fn answer_with(
     }
 }
 
+/// Sends what was written since the last checkpoint.
+fn answer_dirty(source: &Source, socket: &UnixStream) -> io::Result<Result<(), SourceError>> {
+    let mut blob = Vec::new();
+    match source.dirty() {
+        Ok(dirty) => dirty.encode(&mut blob),
+        Err(error) => return Ok(Err(error)),
+    }
+    send(socket, &Response::Dirty, &blob, &[]).map(Ok)
+}
+
 fn answer_batch(
     source: &Source,
     socket: &UnixStream,
@@ -528,20 +533,20 @@ fn answer_batch(
 }
 
 /// The status of a held source.
-pub(crate) fn status(source: &Source) -> Status {
+pub(crate) fn status(source: &Source) -> Result<Status, SourceError> {
     let (active_regions, region) = source.disk().active_regions();
     let views = source.disk().views();
-    Status {
+    Ok(Status {
         process: std::process::id(),
         size: device::Disk::len(source.disk()),
-        dirty: source.dirty().count(),
+        dirty: source.dirty()?.count(),
         active_regions,
         region,
         views: views.len(),
         kept_bytes: views.iter().map(|v| v.kept_bytes()).sum(),
         lost: source.lost(),
         mirrored: source.mirrored(),
-    }
+    })
 }
 
 /// The error of a server that does not answer.

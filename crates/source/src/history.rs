@@ -560,7 +560,8 @@ impl History {
     }
 
     fn decoded(&self, head: &Head, bytes: &[u8]) -> Result<Bitmap, SourceError> {
-        let changes = Bitmap::new(head.size.div_ceil(u64::from(head.block_size)));
+        let changes = Bitmap::try_new(head.size.div_ceil(u64::from(head.block_size)))
+            .map_err(SourceError::memory(&self.path))?;
         changes
             .decode_into(bytes)
             .map_err(|e| SourceError::Damaged { path: self.path.clone(), why: e.to_string() })?;

@@ -15,7 +15,7 @@
 //! let source = Source::open(&state, &image, &SourceOptions::default())?;
 //! source.checkpoint(false)?;
 //! source.disk().write_at(8192, b"hello")?;
-//! assert_eq!(source.dirty().runs().collect::<Vec<_>>(), [2..3]);
+//! assert_eq!(source.dirty()?.runs().collect::<Vec<_>>(), [2..3]);
 //! let epoch = source.checkpoint(false)?.epoch;
 //! assert_eq!(epoch.number, 2);
 //! source.close()?;

@@ -325,7 +325,8 @@ impl SharedView {
             return Ok(changes.clone());
         }
         let block_size = source.about.block_size;
-        let changes = Bitmap::new(self.view.len().div_ceil(u64::from(block_size)));
+        let changes = Bitmap::try_new(self.view.len().div_ceil(u64::from(block_size)))
+            .map_err(SourceError::memory(&source.about.path))?;
         let upto = self.checkpoint.epoch;
         source.with_history(|h| h.changes_between(&since.epoch, &upto, block_size, &changes))?;
         Ok(found.insert(Arc::new(changes)).clone())
@@ -596,9 +597,10 @@ impl Source {
             stamp.write(&*folder)?;
         }
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
-        if let Some(why) =
-            closed.filter(|_| trusted).and_then(|c| c.is_damaged(disk.dirty().count(), identity.size))
-        {
+        let closed = closed.filter(|_| trusted);
+        let marked = closed.as_ref().map(|_| disk.dirty().map_err(SourceError::memory(&identity.path)));
+        let marked = marked.transpose()?.map(|dirty| dirty.count());
+        if let Some(why) = closed.zip(marked).and_then(|(c, marked)| c.is_damaged(marked, identity.size)) {
             spared = None;
             stamp.lost = Some(why.clone());
             lost = Some(why);
@@ -783,7 +785,8 @@ impl Source {
             let saved = if view { Some(self.new_view()?) } else { None };
             if self.disk.view_of_unchanged(saved.as_ref()) {
                 let blocks = size.div_ceil(u64::from(self.about.block_size));
-                let changes = Some(Arc::new(Bitmap::new(blocks)));
+                let changes = Bitmap::try_new(blocks).map_err(SourceError::memory(&self.about.path))?;
+                let changes = Some(Arc::new(changes));
                 return Ok((Checkpoint { epoch, saved, changes }, None));
             }
         }
@@ -984,8 +987,11 @@ impl Source {
     }
 
     /// What was written since the last checkpoint.
-    pub fn dirty(&self) -> Bitmap {
-        self.disk.dirty()
+    ///
+    /// # Errors
+    /// If there is no memory for a bitmap of its blocks.
+    pub fn dirty(&self) -> Result<Bitmap, SourceError> {
+        self.disk.dirty().map_err(SourceError::memory(&self.about.path))
     }
 
     /// Closes cleanly: makes the record durable, and stamps the image. To be called when no writer is left.
@@ -1007,7 +1013,8 @@ impl Source {
         let larger = epochs.stamp.larger;
         let written = self.backing.written();
         // Of a disk that was resized meanwhile it has other blocks when it is opened.
-        let marked = Some(self.disk.dirty().count()).filter(|_| self.disk.len() == identity.size);
+        let marked =
+            self.disk.dirty().ok().map(|dirty| dirty.count()).filter(|_| self.disk.len() == identity.size);
         // What is the same in any state is kept.
         let kept = epochs.stamp.clone();
         ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, ..kept }
