@@ -28,7 +28,23 @@ impl Far {
 
     /// The same for another command that takes a source and a destination.
     pub fn run(&self, command: &str, scene: &Scene, options: &[&str], cut: Option<u64>) -> Run {
-        let destination = format!("far:{}", self.replica().display());
+        self.run_to(&self.name(), command, scene, options, cut)
+    }
+
+    /// How the replica there is named here.
+    pub fn name(&self) -> String {
+        format!("far:{}", self.replica().display())
+    }
+
+    /// The same as [`Far::run`] by another name of the replica.
+    pub fn run_to(
+        &self,
+        destination: &str,
+        command: &str,
+        scene: &Scene,
+        options: &[&str],
+        cut: Option<u64>,
+    ) -> Run {
         let run = scene
             .site
             .dsync([command])

@@ -13,7 +13,9 @@ use sync::{Commit, Keep, LiveOptions, Stages};
 use crate::address::Address;
 use crate::bandwidth::Bandwidth;
 use crate::failure::Failure;
-use crate::units::{self, parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
+use crate::units::{
+    self, parse_expiry, parse_factor, parse_range, parse_rate, parse_size, parse_time, parse_timeout,
+};
 
 /// What finds the changes, and how they are committed.
 const METHOD: &str = "Method";
@@ -776,7 +778,7 @@ pub(crate) struct Mirror {
     #[command(flatten)]
     pub run: RunArgs,
     /// Send at most this much of changed blocks per second, by longer intervals; blocks written repeatedly are sent once
-    #[arg(conflicts_with = "group", long, hide = true, value_name = "RATE", value_parser = parse_size)]
+    #[arg(conflicts_with = "group", long, hide = true, value_name = "RATE", value_parser = parse_rate)]
     pub rate: Option<u64>,
     /// How often an epoch ends, at least: after a crash of the source, what was written since then is sent again. One also ends in each period of
     /// which --keep keeps a moment [default: 60s]
@@ -1119,7 +1121,7 @@ pub(crate) struct Extract {
     #[command(flatten)]
     pub compress: CompressArg,
     /// Write at most this much per second
-    #[arg(help_heading = LIMITS, long, value_name = "RATE", value_parser = parse_size)]
+    #[arg(help_heading = LIMITS, long, value_name = "RATE", value_parser = parse_rate)]
     pub bwlimit: Option<u64>,
     #[command(flatten)]
     pub wait: WaitArg,
@@ -1256,7 +1258,7 @@ pub(crate) struct Verify {
     #[arg(long = "range", value_name = "OFFSET:LEN", value_parser = parse_range)]
     pub ranges: Vec<std::ops::Range<u64>>,
     /// Read at most this much per second on each side, such as 50M; at least 16K
-    #[arg(help_heading = LIMITS, long, value_name = "RATE", value_parser = parse_size)]
+    #[arg(help_heading = LIMITS, long, value_name = "RATE", value_parser = parse_rate)]
     pub rate: Option<u64>,
     /// Skip unreadable blocks and exit with code 1
     #[arg(long)]

@@ -102,7 +102,7 @@ fn allowed(text: &str) -> Result<Allowed, String> {
     match text.trim() {
         "off" => Ok(Allowed::All),
         "pause" => Ok(Allowed::Nothing),
-        rate => match units::parse_size(rate)? {
+        rate => match units::parse_rate(rate)? {
             0 => Err("give a rate above zero, such as 10M".into()),
             rate => Ok(Allowed::Rate(rate)),
         },
@@ -154,6 +154,9 @@ mod tests {
         for text in [
             "",
             "0",
+            "10",
+            "1023",
+            "08:00-18:00=500,else=off",
             "pause",
             "fast",
             "08:00=1M",

@@ -126,15 +126,16 @@ pub(crate) fn bookmark(
     let begun: Vec<String> =
         Tally::all(&place).into_iter().filter(Tally::is_first_copy).map(|tally| tally.replica).collect();
     let is_remembered =
-        |name: &str| bookmarks.0.contains_key(name) || begun.iter().any(|known| known == name);
+        |name: &str| bookmarks.named(name).is_some() || begun.iter().any(|known| known == name);
     // A replica on this host is remembered by its path without links.
     let path = local::path_of(name).ok().map(|path| path.display().to_string());
     let name = match path.as_deref().filter(|path| is_remembered(path)) {
         Some(path) if !is_remembered(name) => path,
         _ => name,
     };
-    let is_known = bookmarks.0.contains_key(name);
     let is_remembered = is_remembered(name);
+    let is_known = bookmarks.named(name).is_some();
+    let name = bookmarks.named(name).map_or(name, |(key, _)| key);
     let work = Tally::read(&place, name).work.filter(Work::is_alive);
     if let Some(work) = work {
         bail!(Failure::busy(format!(
@@ -168,6 +169,9 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     if lineage.is_none() {
         if known.lists(&listed)? {
             return missing(&known, &listed, args.dry_run, output);
+        }
+        if let Some(folder) = known.away(&listed)? {
+            return away(&listed, &folder, &options, args.dry_run, output);
         }
         bail!(SourceError::Unknown(format!(
             "{} is neither a known source nor a replica on this host: \"dsync status\" lists both",
@@ -230,6 +234,27 @@ fn lost_past(moments: usize) -> &'static str {
         1 => "; the moment kept by --keep is lost",
         _ => "; the moments kept by --keep are lost",
     }
+}
+
+/// Forgets a replica on a device that is away.
+fn away(
+    path: &Path,
+    folder: &Path,
+    options: &replica::Options,
+    dry_run: bool,
+    output: &Output,
+) -> Result<()> {
+    let options = replica::Options { folder: Some(folder.to_path_buf()), ..options.clone() };
+    let moments = replica::history(path, &options).map_or(0, |history| history.moments.len());
+    if !dry_run {
+        KnownReplicas::forget_state(folder)?;
+    }
+    let past = lost_past(moments);
+    let cost = format!(
+        "its disk is not attached; if it comes back, the next \"dsync sync\" to it needs --adopt and compares everything{past}"
+    );
+    Forgotten { kind: "replica", path, bookmark: None, cost, dry_run }.say(output);
+    Ok(())
 }
 
 /// Forgets a replica of which nothing but its entry in the list is left.

@@ -296,13 +296,23 @@ impl Ends {
     pub(crate) fn named(&self, error: SyncError) -> SyncError {
         match error {
             SyncError::Far { message, class } => SyncError::Far { message: self.told(&message), class },
-            own => own,
+            own => {
+                let message = own.to_string();
+                match message.contains("SRC DST") {
+                    true => SyncError::Far { message: self.with_ends(&message), class: own.class() },
+                    false => own,
+                }
+            }
         }
+    }
+
+    /// The commands that a message names, with both ends.
+    fn with_ends(&self, message: &str) -> String {
+        message.replace("SRC DST", &format!("{} {}", self.source.name, self.destination.name))
     }
 
     /// What the other side said, in the same way.
     pub(crate) fn told(&self, message: &str) -> String {
-        let ends = format!("{} {}", self.source.name, self.destination.name);
         let there = &self.destination.name;
         let folder = match there.rsplit_once('/') {
             Some(("", _)) => "/",
@@ -313,7 +323,7 @@ impl Ends {
             Some((folder, _)) => folder,
             None => there.rsplit_once(':').map_or(".", |(host, _)| &there[..=host.len()]),
         };
-        let message = with_folder(&message.replace("SRC DST", &ends), folder);
+        let message = with_folder(&self.with_ends(message), folder);
         match self.far().and_then(|far| far.host.as_deref()) {
             Some(_) if self.is_of_own_replica(&message) => message,
             Some(host) => format!("{host}: {message}"),
@@ -448,6 +458,10 @@ mod tests {
         for far in ["/srv/vm.raw is served", "replica /near/vm.rawer is", "no room"] {
             assert_eq!(pull.told(far), format!("far: {far}"));
         }
+        // Commands that the own side names get both ends, too.
+        let own = pull.named(replica::ReplicaError::NotAReplica("/near/vm.raw".into()).into());
+        assert!(own.to_string().contains("dsync sync --adopt far:/srv/vm.raw /near/vm.raw"), "{own}");
+        assert_eq!(own.class(), sync::Class::Refused);
         let same = Ends::parse("far:/srv/vm.raw", "/srv/vm.raw").unwrap();
         assert_eq!(same.told("/srv/vm.raw has"), "far: /srv/vm.raw has");
         assert_eq!(

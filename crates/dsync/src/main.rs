@@ -64,6 +64,10 @@ use output::Output;
 use steering::Steering;
 use wait::until_free;
 
+/// Memory that is refused is an error that is told.
+#[global_allocator]
+static MEMORY: extents::Memory = extents::Memory;
+
 fn main() -> ExitCode {
     // A file beyond "ulimit -f" is an error that can be told then, and no sudden death. A handler, because a signal that is
     // ignored stays so for the programs that this one starts.
@@ -164,11 +168,12 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     };
     if let Some(message) = interrupted {
         let output = output.alike();
+        let cost = sync_command::cost_of_interrupt(&cli.command, &state);
         failure::on_interrupt(move || {
             if !message.is_empty() {
                 // Behind the terminal's own ^C.
                 eprintln!();
-                output.error(message, failure::INTERRUPTED);
+                output.error(&format!("{message}{}", cost()), failure::INTERRUPTED);
             }
         })?;
     }

@@ -137,7 +137,8 @@ impl Context for Dirty {
         }
         let disk = self.source.disk();
         let block_size = u64::from(disk.block_size());
-        Ok(runs_of(offset, len, block_size, |blocks| disk.dirty_runs(blocks, limit)))
+        let runs = disk.dirty_runs(blocks(offset, len, block_size), limit)?;
+        Ok(runs_of(offset, len, block_size, runs))
     }
 }
 
@@ -165,21 +166,22 @@ impl Context for Changed {
     fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
         let changes = self.changes()?;
         let block_size = u64::from(self.source.about().block_size);
-        Ok(runs_of(offset, len, block_size, |blocks| changes.runs_in(blocks).take(limit).collect()))
+        let runs = changes.runs_in(blocks(offset, len, block_size)).take(limit).collect();
+        Ok(runs_of(offset, len, block_size, runs))
     }
 }
 
+/// The blocks of a range of bytes.
+fn blocks(offset: u64, len: u64, block_size: u64) -> Range<u64> {
+    offset / block_size..(offset + len).div_ceil(block_size)
+}
+
 /// Turns dirty runs of blocks into runs of bytes with flags, gapless from `offset` as far as the runs are known.
-fn runs_of(
-    offset: u64,
-    len: u64,
-    block_size: u64,
-    dirty: impl Fn(Range<u64>) -> Vec<Range<u64>>,
-) -> Vec<Status> {
+fn runs_of(offset: u64, len: u64, block_size: u64, dirty: Vec<Range<u64>>) -> Vec<Status> {
     let end = offset + len;
     let mut statuses = Vec::new();
     let mut at = offset;
-    for run in dirty(offset / block_size..end.div_ceil(block_size)) {
+    for run in dirty {
         let (start, stop) = ((run.start * block_size).max(at), (run.end * block_size).min(end));
         if start >= stop {
             continue;

@@ -220,7 +220,7 @@ impl SourceStatus {
                 (Ok(_), Some(why)) => (None, Some(why.clone()), false),
                 (Ok(_), None) => (Some(lacking.count()), None, false),
             };
-            let Bookmark { epoch, time, unread } = bookmark;
+            let Bookmark { epoch, time, unread, .. } = bookmark;
             let mirror = served.as_ref().and_then(|served| served.mirrored.get(&replica).copied());
             let (time, mirrored) = (mirror.unwrap_or(0).max(time), mirror.is_some_and(|upto| upto > time));
             let tally = Tally::read(place, &replica);
@@ -233,9 +233,7 @@ impl SourceStatus {
             bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
         let replicas: Vec<Lacking> = replicas.collect();
         let mut first_copies = Tally::all(place);
-        first_copies.retain(|tally| {
-            tally.is_first_copy() && replicas.iter().all(|known| known.replica != tally.replica)
-        });
+        first_copies.retain(|tally| tally.is_first_copy() && bookmarks.named(&tally.replica).is_none());
         let is_untracked = served.is_none() && !about.identity.is_block() && !source::was_served(place);
         let status = SourceStatus {
             kind: "source",
@@ -586,8 +584,15 @@ impl ReplicaStatus {
                  sync\" sends it)",
                 units::size(self.unsure)
             ),
-            _ => "incomplete: run \"dsync sync\" again".to_owned(),
+            _ => "incomplete: a copy to it or a commit in place did not end".to_owned(),
         }
+    }
+
+    /// True if what it holds is no moment of its source, and is called neither by that nor by what is known of it besides.
+    fn is_begun(&self) -> bool {
+        self.demoted.is_none()
+            && self.state == State::Incomplete
+            && (self.epoch.is_none() || self.unsure == 0 || self.partial)
     }
 }
 
@@ -677,7 +682,7 @@ fn say_former_sources(status: &ReplicaStatus, state: &StateDir, output: &Output)
             continue;
         }
         let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
-        if let Some(known) = bookmarks.0.get(&name) {
+        if let Some((_, known)) = bookmarks.named(&name) {
             output.say(&format!(
                 "  it was a replica of {} until {} (epoch {}): syncs from that are refused now",
                 about.path.display(),
@@ -699,6 +704,9 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
     local::say_origin(status.origin.as_deref(), output);
     match &status.recovered {
         Some(recovered) => output.say(&format!("  {recovered}")),
+        None if recovering && status.is_begun() => {
+            output.say("  it is no moment of its source, and cannot be completed without that");
+        }
         None if recovering => output.say("  nothing to recover"),
         None => {}
     }
@@ -707,6 +715,8 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
     say_readers(&status.readers, output);
     if status.partial {
         output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
+    } else if status.is_begun() {
+        output.say("  the next \"dsync sync\" from its source completes it");
     }
     output.summary(status);
 }
@@ -719,7 +729,7 @@ pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     let known = known.iter().find(|known| known.path == listed);
     for (place, about) in state.survey()?.sources {
         let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
-        if let Some(bookmark) = bookmarks.0.get(&name) {
+        if let Some((_, bookmark)) = bookmarks.named(&name) {
             return Ok(format!(
                 "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {2}. If its file system is not \
                  mounted or its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create {2} {name}\" \

@@ -10,11 +10,11 @@ use sync::{
     CutHook, Extents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable, Way,
 };
 
-use crate::args::{self, FreezeArg, HashArg, MethodArg, SourceArgs};
+use crate::args::{self, Command, FreezeArg, HashArg, MethodArg, SourceArgs};
 use crate::effect;
 use crate::failure::{self, FAILED, Failure};
 use crate::hook::Hook;
-use crate::location::Ends;
+use crate::location::{Ends, Location};
 use crate::output::Output;
 use crate::steering::{self, Steering};
 use crate::units;
@@ -90,6 +90,23 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
     output.summary(&summary);
     let unread = summary.unreadable.extents + summary.unreadable_there.extents;
     Ok(if unread > 0 { FAILED } else { 0 })
+}
+
+/// Says what a sync to a replica of this host has cost that one by the time it is interrupted.
+pub(crate) fn cost_of_interrupt(command: &Command, state: &StateDir) -> impl Fn() -> &'static str + use<> {
+    let replica = match command {
+        Command::Sync(args) => args.destination.as_deref().and_then(|named| {
+            let place = Location::parse(named).ok().filter(|place| place.host.is_none())?.place().ok()?.0;
+            Some((place, sync::open_options(args.far.journal_dir.as_deref(), state)))
+        }),
+        _ => None,
+    };
+    move || match &replica {
+        Some((path, options)) if replica::has_dropped(path, options) => {
+            "; the oldest moments of its past were dropped to make room"
+        }
+        _ => "",
+    }
 }
 
 /// What is told of the cut of a source, for a destination.

@@ -10,6 +10,16 @@ pub(crate) use device::human_size as size;
 
 use crate::failure::Failure;
 
+/// Reads a rate, in bytes a second. A number without a unit that is too low for any use is refused: other programs count in KiB.
+pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        few @ 1..1024 => {
+            Err(format!("that is {few} B a second: for {few} KiB or MiB a second, give {few}K or {few}M"))
+        }
+        rate => Ok(rate),
+    }
+}
+
 /// Reads `4096`, `4K`, `4KiB`, `1.5M`, `10MB` (of 1000) …; bytes.
 pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();

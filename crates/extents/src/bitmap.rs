@@ -5,6 +5,7 @@ use std::ops::{Deref, Range};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
+use crate::memory::{OutOfMemory, tries};
 use crate::{DecodeError, Extents};
 
 mod coding;
@@ -51,27 +52,39 @@ pub struct StorageError {
 impl Bitmap {
     /// A clean bitmap in fresh memory, of which only what is touched is ever allocated.
     ///
-    /// Aborts if the system refuses the address space, like every allocation.
+    /// Where the system refuses the address space, the program ends, as with every allocation.
     pub fn new(blocks: u64) -> Bitmap {
         let words = usize::try_from(Self::words(blocks)).unwrap_or(usize::MAX);
-        Bitmap { storage: zeroed(words), blocks }
+        let layout = Layout::array::<AtomicU64>(words).unwrap_or(Layout::new::<AtomicU64>());
+        // SAFETY: the layout's size is not zero where this is called.
+        let storage = zeroed(words, |layout| unsafe { alloc_zeroed(layout) });
+        Bitmap { storage: storage.unwrap_or_else(|| handle_alloc_error(layout)), blocks }
+    }
+
+    /// The same where the program goes on without it.
+    ///
+    /// # Errors
+    /// If the system refuses the address space.
+    pub fn try_new(blocks: u64) -> Result<Bitmap, OutOfMemory> {
+        let words = Self::words(blocks);
+        // SAFETY: the layout's size is not zero where this is called.
+        let allocate = |layout| tries(|| unsafe { alloc_zeroed(layout) });
+        let storage = zeroed(usize::try_from(words).unwrap_or(usize::MAX), allocate);
+        Ok(Bitmap { storage: storage.ok_or(OutOfMemory { bytes: words.saturating_mul(8) })?, blocks })
     }
 }
 
-fn zeroed(words: usize) -> Box<[AtomicU64]> {
+/// So many zero words in memory that is allocated this way; `None` if it is refused.
+fn zeroed(words: usize, allocate: impl FnOnce(Layout) -> *mut u8) -> Option<Box<[AtomicU64]>> {
     if words == 0 {
-        return Box::default();
+        return Some(Box::default());
     }
-    let Ok(layout) = Layout::array::<AtomicU64>(words) else {
-        handle_alloc_error(Layout::new::<AtomicU64>())
-    };
-    // SAFETY: the layout's size is not zero.
-    let memory = unsafe { alloc_zeroed(layout) };
+    let memory = allocate(Layout::array::<AtomicU64>(words).ok()?);
     if memory.is_null() {
-        handle_alloc_error(layout)
+        return None;
     }
     // SAFETY: allocated with the layout of such a slice, and zero bytes are valid words.
-    unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(memory.cast(), words)) }
+    Some(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(memory.cast(), words)) })
 }
 
 impl<S> Bitmap<S> {

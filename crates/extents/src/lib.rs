@@ -16,9 +16,11 @@
 
 mod bitmap;
 mod error;
+mod memory;
 mod ranges;
 pub mod varint;
 
 pub use bitmap::{Bitmap, Runs, StorageError};
 pub use error::DecodeError;
+pub use memory::{Memory, OutOfMemory};
 pub use ranges::{Extents, Iter};

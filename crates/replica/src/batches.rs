@@ -184,7 +184,7 @@ impl Replica {
             Growing::open(self.state(), 0).map_err(disk_error("write the journal", &path, CONFIRMED))?;
         let (keeps, folder) = (self.settings().is_some(), self.shared_state());
         let readers = folder.clone();
-        file.relieve(Some(Box::new(move |_| views::give_way(&*readers))));
+        file.relieve(Some(Box::new(move |_| views::give_way(&*readers).into())));
         Ok(BatchLog { file, folder, keeps, ended: false })
     }
 }

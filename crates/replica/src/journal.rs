@@ -381,10 +381,34 @@ pub(crate) struct Growing {
     started: u64,
     /// Makes room where there is none, if it can.
     relief: Option<Relief>,
+    /// Room has run out: what is not written any more.
+    counting: Option<Counting>,
 }
 
-/// Makes some room behind what was written, in bytes, and says whether it has.
-pub(crate) type Relief = Box<dyn FnMut(u64) -> bool + Send>;
+/// Makes some room behind what was written, in bytes.
+pub(crate) type Relief = Box<dyn FnMut(u64) -> Relieved + Send>;
+
+/// What becomes of a journal that finds no room.
+pub(crate) enum Relieved {
+    /// There may be some now.
+    Made,
+    /// There is none to be made.
+    Not,
+    /// So many bytes may be found. Whether that suffices is not known before all has come, so the rest is counted.
+    Counts(u64),
+}
+
+impl From<bool> for Relieved {
+    fn from(made: bool) -> Relieved {
+        if made { Relieved::Made } else { Relieved::Not }
+    }
+}
+
+/// Bytes that are counted and not written, and how many may be.
+struct Counting {
+    bytes: u64,
+    most: u64,
+}
 
 impl Growing {
     /// Opens the journal of a folder to add to it after `bytes`; what follows is dropped. 0 begins a new one.
@@ -401,7 +425,7 @@ impl Growing {
 
     /// Goes on with a file of units behind `bytes`.
     pub(crate) fn after(file: Arc<dyn StateFile>, bytes: u64) -> Growing {
-        Growing { file, pending: Vec::new(), written: bytes, started: bytes, relief: None }
+        Growing { file, pending: Vec::new(), written: bytes, started: bytes, relief: None, counting: None }
     }
 
     /// Adds a unit.
@@ -420,13 +444,34 @@ impl Growing {
 
     /// Bytes so far.
     pub(crate) fn len(&self) -> u64 {
-        self.written + self.pending.len() as u64
+        self.written + self.pending.len() as u64 + self.counting.as_ref().map_or(0, |it| it.bytes)
+    }
+
+    /// True if a part of it was only counted, so that it is no journal.
+    pub(crate) fn is_counted(&self) -> bool {
+        self.counting.is_some()
+    }
+
+    /// True if room may be found for what was counted, and for so many bytes besides.
+    pub(crate) fn may_fit(&self, more: u64) -> bool {
+        self.counting.as_ref().is_none_or(|it| it.bytes.saturating_add(more) <= it.most)
     }
 
     fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if let Some(counting) = &mut self.counting {
+            counting.bytes += bytes.len() as u64;
+            let fits = counting.bytes <= counting.most;
+            return fits.then_some(()).ok_or_else(|| io::ErrorKind::StorageFull.into());
+        }
         while let Err(error) = self.file.write_at(self.written, bytes) {
-            if !is_full(&error) || !self.relief.as_mut().is_some_and(|relief| relief(self.written)) {
-                return Err(error);
+            let relief = self.relief.as_mut().filter(|_| is_full(&error));
+            match relief.map_or(Relieved::Not, |relief| relief(self.written)) {
+                Relieved::Made => {}
+                Relieved::Not => return Err(error),
+                Relieved::Counts(most) => {
+                    self.counting = Some(Counting { bytes: 0, most });
+                    return self.put(bytes);
+                }
             }
         }
         self.written += bytes.len() as u64;
@@ -460,15 +505,21 @@ impl Growing {
 
     /// The journal is whole: makes it durable, under the name that it has.
     pub(crate) fn prepare(mut self, folder: &dyn Folder) -> io::Result<()> {
-        self.empty()?;
+        self.end()?;
         self.file.sync()?;
         folder.sync()
     }
 
     /// The journal is whole: makes it durable, under the name that says so.
     pub(crate) fn close(mut self, folder: &dyn Folder) -> io::Result<()> {
-        self.empty()?;
+        self.end()?;
         seal(&*self.file, folder)
+    }
+
+    /// Writes what is left. The trailer is not there before: with it, the journal would be whole.
+    fn end(&mut self) -> io::Result<()> {
+        self.empty()?;
+        if self.is_counted() { Err(io::ErrorKind::StorageFull.into()) } else { Ok(()) }
     }
 }
 

@@ -4,12 +4,12 @@
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use device::{Dir, Folder};
+use device::{Dir, Folder, FolderLock};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::destination::{Destination, FileDestination, Name};
-use crate::error::{Result, io_error};
+use crate::error::{ReplicaError, Result, io_error};
 use crate::journal::WHOLE;
 use crate::lineage::{self, Lineage, State, StepKind, Unsure};
 use crate::note;
@@ -165,6 +165,33 @@ impl KnownReplicas {
     pub fn folder_of(&self, path: &Path) -> io::Result<Option<PathBuf>> {
         let mut entries = self.entries()?.into_iter().filter(|entry| entry.path == path);
         Ok(entries.find(|entry| entry.folder.is_dir()).map(|entry| entry.folder))
+    }
+
+    /// The folder of the state of a replica on a device that is away, or of one whose state cannot be read, by the path that [`KnownReplica`] has.
+    ///
+    /// # Errors
+    /// If the folder for devices cannot be read.
+    pub fn away(&self, path: &Path) -> io::Result<Option<PathBuf>> {
+        Ok(files(&self.devices)?.into_iter().find(|folder| {
+            let known = KnownReplica::at(folder, None);
+            let is_away = known.condition == Condition::Missing && known.lineage.is_some();
+            known.path == path && (is_away || matches!(known.condition, Condition::Unreadable(_)))
+        }))
+    }
+
+    /// Forgets a replica of which only the state is there, in this folder.
+    ///
+    /// # Errors
+    /// `Busy` if a command is at work on it; if the folder cannot be removed.
+    pub fn forget_state(folder: &Path) -> Result<()> {
+        let failed = |e| io_error("remove", folder)(e);
+        let _lock = FolderLock::take(folder)
+            .map_err(failed)?
+            .map_err(|holder| ReplicaError::Busy { path: folder.to_path_buf(), holder })?;
+        // First what makes it a replica: what is left after a crash belongs to nothing.
+        let dir = Dir::existing(folder).map_err(failed)?;
+        dir.remove(lineage::NAME).and_then(|()| dir.sync()).map_err(failed)?;
+        std::fs::remove_dir_all(folder).map_err(failed)
     }
 
     fn entries(&self) -> io::Result<Vec<Entry>> {

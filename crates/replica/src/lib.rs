@@ -100,6 +100,7 @@ pub use demoted::{Demotion, demotes_anew};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
+pub use given_up::has_dropped;
 pub use group::{Group, folder_of_replicas, name_in};
 #[doc(hidden)]
 pub use group_past::{FoundMembers, choose_members, past_of};
@@ -117,7 +118,7 @@ pub use promoted::{Outlook, promotes_still, to_promote};
 pub use promoted::{promotes_still_by, to_promote_by};
 pub use receive::{Commit, Committed, DeltaReceiver};
 pub use rehearsed::Rehearsed;
-pub use replica::Replica;
+pub use replica::{Expected, Replica};
 pub use rewind::{History, history, history_at_work};
 pub use role::{Demoted, FIRST_TERM, GaveUp, Promoted, Released, Role};
 pub use settled::{is_committing, settle};

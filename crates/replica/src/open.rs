@@ -116,6 +116,11 @@ impl Replica {
         let settings = Settings::load(&*folder)?;
         let mut replica = Replica::new(destination, folder, lineage, options);
         *replica.views_mut() = views;
+        if settings.as_ref().is_some_and(|settings| settings.dropped) {
+            replica.warn(
+                "the oldest moments of its past were dropped to make room for a sync that did not end".into(),
+            );
+        }
         replica.set_settings(settings);
         replica.find_readers()?;
         if replica.is_kept() {

@@ -264,6 +264,9 @@ pub(crate) struct Settings {
     /// When what was kept last was given up, in seconds since 1970, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub given_up: Option<GivenUp>,
+    /// Moments were dropped to make room, of which nobody was told yet.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dropped: bool,
 }
 
 /// A past that could not be kept.
@@ -525,16 +528,26 @@ pub(crate) struct Squeezed {
 pub(crate) fn drop_oldest(folder: &dyn Folder, present: Uuid) -> io::Result<bool> {
     let past = Past::load(folder, present)?;
     let Some(name) = past.rest.first().or(past.oldest().map(|undo| &undo.name)) else { return Ok(false) };
+    // First, so that whoever is interrupted leaves it to the next to tell; where there is no room for that yet, then.
+    let noted = note_dropped(folder);
     folder.remove(name)?;
     folder.sync()?;
+    noted.or_else(|_| note_dropped(folder)).ok();
     Ok(true)
 }
 
-/// True if `missing` bytes may be found in a folder at the cost of readers of the state `present`, and of the past if that `gives` way.
-pub(crate) fn may_find(folder: &dyn Folder, present: Uuid, gives: bool, missing: u64) -> bool {
-    let Some(readers) = views::may_give(folder, present) else { return true };
+fn note_dropped(folder: &dyn Folder) -> Result<()> {
+    match Settings::load(folder)?.filter(|settings| !settings.dropped) {
+        Some(settings) => Settings { dropped: true, ..settings }.store(folder),
+        None => Ok(()),
+    }
+}
+
+/// The most bytes that may be found in a folder at the cost of readers of the state `present`, and of the past if that `gives` way.
+pub(crate) fn findable(folder: &dyn Folder, present: Uuid, gives: bool) -> u64 {
+    let Some(readers) = views::may_give(folder, present) else { return u64::MAX };
     let past = if gives { bytes(folder).unwrap_or(u64::MAX) } else { 0 };
-    readers.saturating_add(past) >= missing
+    readers.saturating_add(past)
 }
 
 /// Bytes of the files that keep the past.

@@ -38,7 +38,7 @@ pub struct Replica {
     /// What of its past is kept; `None` if nothing is.
     settings: Option<Settings>,
     /// Bytes that the next delta is expected to bring.
-    expected: u64,
+    expected: Expected,
     /// Bytes that passes over a live disk have written for the next commit.
     passed: u64,
     /// A step in place is made durable every so many bytes.
@@ -48,6 +48,18 @@ pub struct Replica {
     /// What is kept for readers.
     views: Views,
     locks: Locks,
+}
+
+/// What is known of the bytes of data that the next delta brings: where room is short, the past gives way only if that helps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Expected {
+    /// Nothing.
+    #[default]
+    Unknown,
+    /// So many, or less.
+    AtMost(u64),
+    /// Nothing, but the delta can be sent twice: where room runs out it is counted to its end, and comes again.
+    Countable,
 }
 
 /// What this process alone knows.
@@ -120,7 +132,7 @@ impl Replica {
             journal: None,
             options: options.clone(),
             settings: None,
-            expected: 0,
+            expected: Expected::default(),
             passed: 0,
             save_bytes: SAVE_BYTES,
             known: Known::default(),
@@ -211,7 +223,20 @@ impl Replica {
 
     /// Bytes that the next delta brings at most; 0 if unknown.
     pub(crate) fn expected(&self) -> u64 {
-        self.expected
+        match self.expected {
+            Expected::AtMost(bytes) => bytes,
+            Expected::Unknown | Expected::Countable => 0,
+        }
+    }
+
+    /// True if a delta of unknown size may be counted first.
+    pub(crate) fn counts(&self) -> bool {
+        self.expected == Expected::Countable
+    }
+
+    /// All of a delta was counted, and there may be room for it.
+    pub(crate) fn counted(&mut self, bytes: u64) {
+        self.expected = Expected::AtMost(bytes);
     }
 
     /// A step in place is made durable every so many bytes.
@@ -377,6 +402,7 @@ impl Replica {
 
     /// What its user should know of the commits since this was asked last.
     pub fn take_warnings(&mut self) -> Vec<String> {
+        self.note_dropped(false);
         std::mem::take(&mut self.known.warnings)
     }
 
@@ -402,10 +428,12 @@ impl Replica {
         Ok(disk)
     }
 
-    /// Says how many bytes of data the next delta brings at most, as far as is known: where room is short, the past gives way only if that helps.
-    /// And, of a seed, the epochs that its source had before.
-    pub fn expect(&mut self, bytes: u64, before: &[Epoch]) {
-        self.expected = bytes;
+    /// Says how much the next delta brings, and, of a seed, the epochs that its source had before. Where [that was
+    /// counted](crate::DeltaReceiver::is_counted), it stays known.
+    pub fn expect(&mut self, data: Expected, before: &[Epoch]) {
+        if data != Expected::Unknown {
+            self.expected = data;
+        }
         self.known.before = before.to_vec();
     }
 

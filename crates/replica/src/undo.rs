@@ -14,7 +14,7 @@ use crate::destination::Name;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error, io_error, is_full};
 use crate::holes::Holes;
 use crate::intent::Intent;
-use crate::journal::{self, Contents, Relief, Target};
+use crate::journal::{self, Contents, Relief, Relieved, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
 use crate::old::Old;
@@ -263,23 +263,29 @@ impl Replica {
 
     pub(crate) fn warn_of_room(&mut self) {
         self.warn("the oldest moments of its past were dropped to make room".into());
+        self.note_dropped(true);
     }
 
-    /// The same for a journal that grows, which notes in `gave` that moments were dropped.
+    /// The same for a journal that grows, which notes in `gave` that moments were dropped. Nothing is given up before it is known that it helps,
+    /// where that can be known.
     pub(crate) fn relief(&self, gave: Arc<AtomicBool>) -> Option<Relief> {
         let (folder, present) = (self.shared_state(), self.lineage().nonce);
         let gives = self.settings().is_some() && !self.rewinds();
-        let expected = self.expected();
+        let (expected, counts) = (self.expected(), self.counts());
         Some(Box::new(move |written| {
-            if !past::may_find(&*folder, present, gives, expected.saturating_sub(written)) {
-                return false;
+            let findable = past::findable(&*folder, present, gives);
+            if findable == 0 || findable < expected.saturating_sub(written) {
+                return Relieved::Not;
+            }
+            if counts {
+                return Relieved::Counts(findable);
             }
             if views::give_way(&*folder) {
-                return true;
+                return Relieved::Made;
             }
             let dropped = gives && past::drop_oldest(&*folder, present).unwrap_or(false);
             gave.fetch_or(dropped, SeqCst);
-            dropped
+            dropped.into()
         }))
     }
 

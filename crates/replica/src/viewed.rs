@@ -147,7 +147,7 @@ impl Replica {
     /// told. Otherwise neither is to be given up in vain.
     pub(crate) fn may_find(&self, needed: u64, free: u64) -> bool {
         let gives = self.settings().is_some() && !self.rewinds();
-        past::may_find(self.state(), self.lineage().nonce, gives, needed.saturating_sub(free))
+        past::findable(self.state(), self.lineage().nonce, gives) >= needed.saturating_sub(free)
     }
 
     /// Makes room at the cost of readers. True if that may have made some.

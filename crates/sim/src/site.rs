@@ -210,7 +210,7 @@ impl Site for SimSite {
         into: &Bitmap,
     ) -> Result<Option<String>, SourceError> {
         if let Some(server) = self.served.get(&name_of(&about.path)) {
-            into.union_with(&server.source.dirty());
+            into.union_with(&server.source.dirty()?);
             return Ok(None);
         }
         let last = history.last().map_or(0, |last| last.number);

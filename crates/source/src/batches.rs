@@ -63,7 +63,8 @@ impl Batches {
         if self.disk.len() < size {
             return Err(SourceError::Moved(self.about.path.clone()));
         }
-        let changes = Bitmap::new(size.div_ceil(u64::from(self.about.block_size)));
+        let changes = Bitmap::try_new(size.div_ceil(u64::from(self.about.block_size)))
+            .map_err(SourceError::memory(&self.about.path))?;
         let wrong = |_| SourceError::Server("the server reported changes beyond the end of the disk".into());
         changes.decode_into(&encoded).map_err(wrong)?;
         let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive());

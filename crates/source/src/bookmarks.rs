@@ -1,6 +1,7 @@
 //! Bookmarks: the epochs of a source that something still needs, by name. Epochs that have one are not folded.
 //!
-//! A replica's bookmark has the replica's name, which has a slash or a colon in it, and moves when the replica has committed.
+//! A replica's bookmark has the replica's name, which has a slash or a colon in it, and moves when the replica has committed. Where a replica is
+//! reached by several names, it has one bookmark, of the name that was used last: it is told by the state in which its last sync has left it.
 //! A *named checkpoint* has a plain name, and belongs to a reader of which dsync knows nothing else: it moves when that
 //! reader asks for it, to the epoch that the reader has, never to the present by itself.
 
@@ -10,6 +11,7 @@ use std::path::Path;
 use delta::Epoch;
 use device::Folder;
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::SourceError;
 use crate::history::History;
@@ -28,6 +30,35 @@ pub struct Bookmark {
     /// Bytes of a replica that could not be read here for that epoch.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub unread: u64,
+    /// The state of the replica then. `None` for a checkpoint, and from earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<Uuid>,
+    /// Other names of the replica.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub also: Vec<String>,
+}
+
+/// Where a reader is now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reached {
+    /// At this epoch.
+    pub epoch: Epoch,
+    /// Bytes of a replica that could not be read here for it.
+    #[serde(default)]
+    pub unread: u64,
+    /// The state in which a replica was before.
+    #[serde(default)]
+    pub was: Option<Uuid>,
+    /// The state in which it is now.
+    #[serde(default)]
+    pub state: Option<Uuid>,
+}
+
+impl Reached {
+    /// An epoch, of no replica that is known by its state.
+    pub fn epoch(epoch: Epoch) -> Reached {
+        Reached { epoch, unread: 0, was: None, state: None }
+    }
 }
 
 fn is_zero(number: &u64) -> bool {
@@ -57,6 +88,18 @@ impl Bookmarks {
         self.0.iter().filter(|(name, _)| is_plain(name))
     }
 
+    /// The one that is called this, by its own name or by another name of its replica.
+    pub fn named(&self, name: &str) -> Option<(&String, &Bookmark)> {
+        let also = || self.0.iter().find(|(_, bookmark)| bookmark.also.iter().any(|also| also == name));
+        self.0.get_key_value(name).or_else(also)
+    }
+
+    /// The names by which the replica in this state is known, unless `name` is one of them.
+    pub fn others(&self, name: &str, state: Uuid) -> Option<&String> {
+        let (key, bookmark) = self.0.iter().find(|(_, bookmark)| bookmark.state == Some(state))?;
+        (key != name && !bookmark.also.iter().any(|also| also == name)).then_some(key)
+    }
+
     /// The epochs of all of them.
     pub(crate) fn epochs(&self) -> Vec<Epoch> {
         self.0.values().map(|bookmark| bookmark.epoch).collect()
@@ -67,17 +110,26 @@ impl Bookmarks {
         self.0.iter().filter(|(name, _)| !is_plain(name))
     }
 
-    /// Moves a bookmark; durable on return.
-    pub(crate) fn set(
-        folder: &dyn Folder,
-        name: &str,
-        epoch: Epoch,
-        unread: u64,
-    ) -> Result<Bookmarks, SourceError> {
+    /// Moves a bookmark, which takes the place of those that its replica has by other names; durable on return.
+    pub(crate) fn set(folder: &dyn Folder, name: &str, at: Reached) -> Result<Bookmarks, SourceError> {
         let mut bookmarks = Self::read(folder)?;
         let time =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        bookmarks.0.insert(name.to_owned(), Bookmark { epoch, time, unread });
+        let mut also = bookmarks.0.remove(name).map_or(Vec::new(), |before| before.also);
+        bookmarks.0.retain(|key, other| {
+            if at.was.is_none() || other.state != at.was {
+                other.also.retain(|also| also != name);
+                return true;
+            }
+            also.push(key.clone());
+            also.append(&mut other.also);
+            false
+        });
+        also.retain(|also| also != name);
+        also.sort();
+        also.dedup();
+        let Reached { epoch, unread, state, .. } = at;
+        bookmarks.0.insert(name.to_owned(), Bookmark { epoch, time, unread, state, also });
         crate::json::write_json(folder, NAME, &bookmarks)?;
         Ok(bookmarks)
     }
@@ -88,7 +140,8 @@ impl Bookmarks {
     /// `Unknown` if there is none of that name.
     pub(crate) fn remove(folder: &dyn Folder, source: &Path, name: &str) -> Result<(), SourceError> {
         let mut bookmarks = Self::read(folder)?;
-        if bookmarks.0.remove(name).is_none() {
+        let key = bookmarks.named(name).map(|(key, _)| key.clone());
+        if key.and_then(|key| bookmarks.0.remove(&key)).is_none() {
             return Err(SourceError::Unknown(format!(
                 "{} has no checkpoint or replica \"{name}\": \"dsync status {0}\" lists them",
                 source.display()
@@ -135,5 +188,39 @@ impl Bookmarks {
             ))),
             _ => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_names_of_a_replica_are_one_and_two_copies_of_it_become_two() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = device::Dir::open(scratch.path()).unwrap();
+        let mut bookmarks = Bookmarks::default();
+        let mut sync = |name: &str, was: u128, state: u128| {
+            let (was, state) = (Some(Uuid::from_u128(was)), Some(Uuid::from_u128(state)));
+            let epoch = Epoch { number: 1, id: Uuid::nil() };
+            bookmarks =
+                Bookmarks::set(&folder, name, Reached { was, state, ..Reached::epoch(epoch) }).unwrap();
+            bookmarks
+                .0
+                .iter()
+                .map(|(name, known)| format!("{name} {:?}", known.also))
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        assert_eq!(sync("/a", 0, 1), "/a []");
+        assert_eq!(sync("/other", 8, 9), "/a [], /other []");
+        assert_eq!(sync("far:/a", 1, 2), "/other [], far:/a [\"/a\"]");
+        assert_eq!(sync("/a", 2, 3), "/a [\"far:/a\"], /other []");
+        // A copy of what is in state 3: it counts for the first until that is synced itself.
+        assert_eq!(sync("copy:/a", 3, 4), "/other [], copy:/a [\"/a\", \"far:/a\"]");
+        assert_eq!(sync("/a", 3, 5), "/a [], /other [], copy:/a [\"far:/a\"]");
+        assert_eq!(sync("copy:/a", 4, 6), "/a [], /other [], copy:/a [\"far:/a\"]");
+        // What was not told by its state before.
+        assert_eq!(sync("far:/a", 5, 7), "/other [], copy:/a [], far:/a [\"/a\"]");
     }
 }

@@ -27,6 +27,7 @@ use trackers::{CowFiles, CowStore, Follower};
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::bookmarks::Reached;
 use crate::group::SourceGroup;
 use crate::source::{Checkpoint, SharedView, Source};
 
@@ -51,9 +52,8 @@ enum Request {
     /// A replica is at this epoch now.
     Acknowledge {
         replica: String,
-        epoch: Epoch,
-        #[serde(default)]
-        unread: u64,
+        #[serde(flatten)]
+        at: Reached,
     },
     /// A mirror has brought a replica up to date as of this time, in seconds since 1970.
     Reached { replica: String, time: u64 },
@@ -417,13 +417,9 @@ fn answer(
                 ))));
             }
         },
-        Request::Dirty => {
-            let mut blob = Vec::new();
-            source.dirty().encode(&mut blob);
-            return send(socket, &Response::Dirty, &blob, &[]).map(Ok);
-        }
-        Request::Acknowledge { replica, epoch, unread } => {
-            return answer_with(socket, source.acknowledge(&replica, epoch, unread).map(|()| Response::Done));
+        Request::Dirty => return answer_dirty(source, socket),
+        Request::Acknowledge { replica, at } => {
+            return answer_with(socket, source.acknowledge(&replica, at).map(|()| Response::Done));
         }
         Request::Reached { replica, time } => {
             source.reached(replica, time);
@@ -437,8 +433,7 @@ fn answer(
             return answer_with(socket, source.forget_bookmark(&name).map(|()| Response::Done));
         }
         Request::Status => {
-            let status = Response::Status(status(source));
-            return send(socket, &status, &[], &[]).map(Ok);
+            return answer_with(socket, status(source).map(Response::Status));
         }
         Request::Follow => {
             holding.follower = Some(source.follow());
@@ -495,6 +490,16 @@ fn answer_with(
     }
 }
 
+/// Sends what was written since the last checkpoint.
+fn answer_dirty(source: &Source, socket: &UnixStream) -> io::Result<Result<(), SourceError>> {
+    let mut blob = Vec::new();
+    match source.dirty() {
+        Ok(dirty) => dirty.encode(&mut blob),
+        Err(error) => return Ok(Err(error)),
+    }
+    send(socket, &Response::Dirty, &blob, &[]).map(Ok)
+}
+
 fn answer_batch(
     source: &Source,
     socket: &UnixStream,
@@ -531,20 +536,20 @@ fn answer_batch(
 }
 
 /// The status of a held source.
-pub(crate) fn status(source: &Source) -> Status {
+pub(crate) fn status(source: &Source) -> Result<Status, SourceError> {
     let (active_regions, region) = source.disk().active_regions();
     let views = source.disk().views();
-    Status {
+    Ok(Status {
         process: std::process::id(),
         size: device::Disk::len(source.disk()),
-        dirty: source.dirty().count(),
+        dirty: source.dirty()?.count(),
         active_regions,
         region,
         views: views.len(),
         kept_bytes: views.iter().map(|v| v.kept_bytes()).sum(),
         lost: source.lost(),
         mirrored: source.mirrored(),
-    }
+    })
 }
 
 /// The error of a server that does not answer.
@@ -669,8 +674,8 @@ impl Client {
     }
 
     /// Reports the epoch of a replica.
-    pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
-        self.ask(&Request::Acknowledge { replica: replica.to_owned(), epoch, unread }).map(|_| ())
+    pub(crate) fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
+        self.ask(&Request::Acknowledge { replica: replica.to_owned(), at }).map(|_| ())
     }
 
     /// A mirror has brought a replica up to date as of then, in seconds since 1970.

@@ -89,6 +89,12 @@ impl SourceError {
         move |error| SourceError::State { what, path, error }
     }
 
+    /// Of a bitmap of its blocks.
+    pub(crate) fn memory(path: &Path) -> impl FnOnce(extents::OutOfMemory) -> SourceError {
+        let failed = Self::state("follow the changes of", path);
+        |error| failed(error.into())
+    }
+
     /// True if another program holds the source, or it rests: it may be free soon.
     pub fn is_busy(&self) -> bool {
         match self {

@@ -43,24 +43,19 @@ pub fn in_use(place: &Path, about: &About) -> Result<Option<String>, SourceError
 /// # Errors
 /// `Unknown` if there is none of that name; `Busy` while a command holds the source.
 pub fn forget_bookmark(place: &Path, about: &About, name: &str) -> Result<(), SourceError> {
-    if is_first_copy(place, name)? {
+    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+    let known = Bookmarks::read(&folder)?;
+    let name = known.named(name).map_or(name, |(key, _)| key);
+    if known.named(name).is_none() && Tally::read(place, name).is_first_copy() {
         // It has no bookmark yet.
     } else if let Some(client) = Client::connect(place)? {
         client.forget_bookmark(name)?;
     } else {
         let _lock = held(place, about)?;
-        let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
         Bookmarks::remove(&folder, &about.path, name)?;
     }
     Tally::forget(place, name);
     Ok(())
-}
-
-/// True if a first copy to a replica has begun, and did not come to its end.
-fn is_first_copy(place: &Path, name: &str) -> Result<bool, SourceError> {
-    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
-    let is_known = Bookmarks::read(&folder)?.0.contains_key(name);
-    Ok(!is_known && Tally::read(place, name).is_first_copy())
 }
 
 fn held(place: &Path, about: &About) -> Result<FolderLock, SourceError> {

@@ -10,7 +10,7 @@ use lineage::Lives;
 
 use crate::SourceError;
 use crate::batches::Batches;
-use crate::bookmarks::Bookmarks;
+use crate::bookmarks::{Bookmarks, Reached};
 use crate::control::{Client, ServedView, Status, status};
 use crate::history::{History, Position};
 use crate::live::Live;
@@ -178,7 +178,7 @@ impl Handle {
     /// How the tracker is.
     pub fn status(&self) -> Result<Status, SourceError> {
         match &self.holder {
-            Holder::Here(source) => Ok(status(source)),
+            Holder::Here(source) => status(source),
             Holder::Live(live) => Ok(Status {
                 size: live.size(),
                 process: std::process::id(),
@@ -293,7 +293,7 @@ impl Handle {
         let found = match what.parse() {
             Ok(number) => self.history()?.by_number(number).ok_or(format!("epoch {what} in its history")),
             Err(_) => {
-                let found = self.bookmarks()?.0.get(what).map(|b| b.epoch);
+                let found = self.bookmarks()?.named(what).map(|(_, b)| b.epoch);
                 found.ok_or(format!("checkpoint or replica \"{what}\""))
             }
         };
@@ -349,7 +349,7 @@ impl Handle {
                 view.epoch().number
             )));
         }
-        let changes = Bitmap::new(view.len().div_ceil(u64::from(block_size)));
+        let changes = self.blocks(view.len())?;
         let history = self.history()?;
         let mut chain = history.changes_since(positions, block_size, &changes)?;
         // Epochs after the view are not part of this delta; what they changed is sent from the view, which has
@@ -362,15 +362,21 @@ impl Handle {
         Ok(Changes { blocks: changes, chain, history })
     }
 
+    /// A bit for each block of so many bytes, none of them set.
+    fn blocks(&self, size: u64) -> Result<Bitmap, SourceError> {
+        let blocks = size.div_ceil(u64::from(self.about.block_size));
+        Bitmap::try_new(blocks).map_err(SourceError::memory(&self.about.path))
+    }
+
     /// What a sync would find now, without taking a checkpoint.
     pub fn estimate(&self, positions: &[Position]) -> Result<Bitmap, SourceError> {
         self.reaches(positions)?;
         let block_size = self.about.block_size;
         let size = self.backing.identity()?.size;
-        let changes = Bitmap::new(size.div_ceil(u64::from(block_size)));
+        let changes = self.blocks(size)?;
         self.history()?.changes_since(positions, block_size, &changes)?;
         match &self.holder {
-            Holder::Here(source) => changes.union_with(&source.dirty()),
+            Holder::Here(source) => changes.union_with(&source.dirty()?),
             Holder::Live(live) => changes.union_with(&live.dirty()?),
             Holder::Server(client, _) => client.dirty(&changes)?,
         }
@@ -390,7 +396,7 @@ impl Handle {
         if least < self.backing.identity()?.size {
             changes.set(least / u64::from(self.about.block_size)..changes.blocks());
         }
-        let scratch = Bitmap::new(changes.blocks());
+        let scratch = Bitmap::try_new(changes.blocks()).map_err(SourceError::memory(&self.about.path))?;
         let chain = history.changes_since(
             &[Position { epoch: *epoch, upto: u64::MAX }],
             self.about.block_size,
@@ -400,11 +406,11 @@ impl Handle {
     }
 
     /// Records the epoch at which a replica is now.
-    pub fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
+    pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         match &self.holder {
-            Holder::Here(source) => source.acknowledge(replica, epoch, unread),
-            Holder::Live(live) => live.acknowledge(replica, epoch, unread),
-            Holder::Server(client, _) => client.acknowledge(replica, epoch, unread),
+            Holder::Here(source) => source.acknowledge(replica, at),
+            Holder::Live(live) => live.acknowledge(replica, at),
+            Holder::Server(client, _) => client.acknowledge(replica, at),
         }
     }
 
@@ -471,7 +477,7 @@ impl Handle {
     pub fn changes_between(&self, since: &Epoch, upto: &Epoch) -> Result<(Bitmap, u64), SourceError> {
         let history = self.history()?;
         let size = history.size_at(upto).unwrap_or(0);
-        let changes = Bitmap::new(size.div_ceil(u64::from(self.about.block_size)));
+        let changes = self.blocks(size)?;
         history.changes_between(since, upto, self.about.block_size, &changes)?;
         Ok((changes, size))
     }

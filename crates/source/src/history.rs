@@ -560,7 +560,8 @@ impl History {
     }
 
     fn decoded(&self, head: &Head, bytes: &[u8]) -> Result<Bitmap, SourceError> {
-        let changes = Bitmap::new(head.size.div_ceil(u64::from(head.block_size)));
+        let changes = Bitmap::try_new(head.size.div_ceil(u64::from(head.block_size)))
+            .map_err(SourceError::memory(&self.path))?;
         changes
             .decode_into(bytes)
             .map_err(|e| SourceError::Damaged { path: self.path.clone(), why: e.to_string() })?;
@@ -660,7 +661,7 @@ fn entry_bytes(head: &Head, changes: &[u8]) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bookmarks::Bookmarks;
+    use crate::bookmarks::{Bookmarks, Reached};
     use device::Dir;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
@@ -838,7 +839,7 @@ mod tests {
             history.append(next, None, size, 4096, &bitmap(BLOCKS + n / 3, &[n / 6])).unwrap();
             ids.push(next);
         }
-        let bookmarks = Bookmarks::set(&dir, "somewhere", ids[3], 0).unwrap();
+        let bookmarks = Bookmarks::set(&dir, "somewhere", Reached::epoch(ids[3])).unwrap();
         history.tidy(&dir, &bookmarks.epochs(), &[]).unwrap();
         assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
         let blocks = BLOCKS + (TIDY_AT as u64 - 1) / 3;
@@ -853,7 +854,7 @@ mod tests {
     fn a_history_with_a_gap_is_tidied_again_and_again() {
         let (_temp, dir) = scratch();
         let (mut history, mut ids) = filled(&dir, &[vec![1], vec![2]]);
-        let bookmarks = Bookmarks::set(&dir, "somewhere", ids[0], 0).unwrap();
+        let bookmarks = Bookmarks::set(&dir, "somewhere", Reached::epoch(ids[0])).unwrap();
         for n in 0..3 * TIDY_AT as u64 {
             let (next, gap) = (epoch(100 + n), n % TIDY_AT as u64 == 0);
             let changed = bitmap(BLOCKS, if gap { &[] } else { &[7] });
@@ -893,7 +894,7 @@ mod tests {
         let (_temp, dir) = scratch();
         let many: Vec<Vec<u64>> = (0..TIDY_AT as u64).map(|n| vec![n % BLOCKS]).collect();
         let (mut history, ids) = filled(&dir, &many);
-        let bookmarks = Bookmarks::set(&dir, "somewhere", ids[100], 0).unwrap();
+        let bookmarks = Bookmarks::set(&dir, "somewhere", Reached::epoch(ids[100])).unwrap();
         history.tidy(&dir, &bookmarks.epochs(), &[]).unwrap();
         assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
         // The bookmark finds exactly its changes; an epoch inside a fold finds at least them.
@@ -920,7 +921,7 @@ mod tests {
         let marks = [100, 150, 153, 200];
         let mut bookmarks = Bookmarks::default();
         for (name, at) in ["a", "b", "c"].iter().zip(marks) {
-            bookmarks = Bookmarks::set(&dir, name, ids[at], 0).unwrap();
+            bookmarks = Bookmarks::set(&dir, name, Reached::epoch(ids[at])).unwrap();
         }
         // The last one is the epoch of an open view, which its reader may still bookmark.
         history.tidy(&dir, &bookmarks.epochs(), &[ids[marks[3]]]).unwrap();

@@ -15,7 +15,7 @@
 //! let source = Source::open(&state, &image, &SourceOptions::default())?;
 //! source.checkpoint(false)?;
 //! source.disk().write_at(8192, b"hello")?;
-//! assert_eq!(source.dirty().runs().collect::<Vec<_>>(), [2..3]);
+//! assert_eq!(source.dirty()?.runs().collect::<Vec<_>>(), [2..3]);
 //! let epoch = source.checkpoint(false)?.epoch;
 //! assert_eq!(epoch.number, 2);
 //! source.close()?;
@@ -56,7 +56,7 @@ mod watchdog;
 
 pub use attended::{Attended, There};
 pub use batches::{Batch, Batches};
-pub use bookmarks::{Bookmark, Bookmarks, is_plain};
+pub use bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
 pub use control::{Client, ControlServer, Status};
 pub use convergence::Convergence;
 pub use device::Boot;

@@ -16,7 +16,7 @@ use trackers::{Tracker, TrackerLock};
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::bookmarks::Bookmarks;
+use crate::bookmarks::{Bookmarks, Reached};
 use crate::convergence::Convergence;
 use crate::discard;
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
@@ -26,6 +26,7 @@ use crate::memory_view::{MemoryReader, MemoryView};
 use crate::source::{Backing, open_reader};
 use crate::stamp::ImageStamp;
 use crate::state::{About, StateDir, write_about};
+use crate::tally::Tally;
 use crate::view::View;
 
 /// Whether file systems may be frozen for the last pass.
@@ -571,9 +572,10 @@ impl Live {
     }
 
     /// Records the epoch of a replica, and tidies the history.
-    pub fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
+    pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         let mut epochs = self.epochs();
-        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch, unread)?;
+        let bookmarks = Bookmarks::set(&*self.folder, replica, at)?;
+        Tally::follow(&*self.folder, &bookmarks, replica);
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &[])
     }
 
@@ -589,7 +591,7 @@ impl Live {
                 self.write_down(&mut epochs, &changes)?
             }
         };
-        let bookmarks = Bookmarks::set(&*self.folder, name, epoch, 0)?;
+        let bookmarks = Bookmarks::set(&*self.folder, name, Reached::epoch(epoch))?;
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &[])?;
         Ok(epoch)
     }

@@ -19,12 +19,13 @@ use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk}
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::bookmarks::Bookmarks;
+use crate::bookmarks::{Bookmarks, Reached};
 use crate::discard;
 use crate::history::{History, Position};
 use crate::lives::{self, Batches};
 use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
 use crate::state::{About, StateDir, about_in, write_about};
+use crate::tally::Tally;
 use crate::view::View;
 
 /// How to open a source.
@@ -327,7 +328,8 @@ impl SharedView {
             return Ok(changes.clone());
         }
         let block_size = source.about.block_size;
-        let changes = Bitmap::new(self.view.len().div_ceil(u64::from(block_size)));
+        let changes = Bitmap::try_new(self.view.len().div_ceil(u64::from(block_size)))
+            .map_err(SourceError::memory(&source.about.path))?;
         let upto = self.checkpoint.epoch;
         source.with_history(|h| h.changes_between(&since.epoch, &upto, block_size, &changes))?;
         Ok(found.insert(Arc::new(changes)).clone())
@@ -598,9 +600,10 @@ impl Source {
             stamp.write(&*folder)?;
         }
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
-        if let Some(why) =
-            closed.filter(|_| trusted).and_then(|c| c.is_damaged(disk.dirty().count(), identity.size))
-        {
+        let closed = closed.filter(|_| trusted);
+        let marked = closed.as_ref().map(|_| disk.dirty().map_err(SourceError::memory(&identity.path)));
+        let marked = marked.transpose()?.map(|dirty| dirty.count());
+        if let Some(why) = closed.zip(marked).and_then(|(c, marked)| c.is_damaged(marked, identity.size)) {
             spared = None;
             stamp.lost = Some(why.clone());
             lost = Some(why);
@@ -792,7 +795,8 @@ impl Source {
             let saved = if view { Some(self.new_view()?) } else { None };
             if self.disk.view_of_unchanged(saved.as_ref()) {
                 let blocks = size.div_ceil(u64::from(self.about.block_size));
-                let changes = Some(Arc::new(Bitmap::new(blocks)));
+                let changes = Bitmap::try_new(blocks).map_err(SourceError::memory(&self.about.path))?;
+                let changes = Some(Arc::new(changes));
                 return Ok((Checkpoint { epoch, saved, changes }, None));
             }
         }
@@ -950,10 +954,11 @@ impl Source {
     }
 
     /// Records the epoch of a replica, and tidies the history.
-    pub fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
+    pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         let open = self.open_epochs();
         let mut epochs = self.epochs();
-        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch, unread)?;
+        let bookmarks = Bookmarks::set(&*self.folder, replica, at)?;
+        Tally::follow(&*self.folder, &bookmarks, replica);
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
     }
 
@@ -979,7 +984,7 @@ impl Source {
             Some(epoch) => epoch,
             None => self.end_epoch(&mut epochs, false, None)?.0.epoch,
         };
-        let bookmarks = Bookmarks::set(&*self.folder, name, epoch, 0)?;
+        let bookmarks = Bookmarks::set(&*self.folder, name, Reached::epoch(epoch))?;
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)?;
         Ok(epoch)
     }
@@ -992,8 +997,11 @@ impl Source {
     }
 
     /// What was written since the last checkpoint.
-    pub fn dirty(&self) -> Bitmap {
-        self.disk.dirty()
+    ///
+    /// # Errors
+    /// If there is no memory for a bitmap of its blocks.
+    pub fn dirty(&self) -> Result<Bitmap, SourceError> {
+        self.disk.dirty().map_err(SourceError::memory(&self.about.path))
     }
 
     /// Closes cleanly: makes the record durable, and stamps the image. To be called when no writer is left.
@@ -1015,7 +1023,8 @@ impl Source {
         let larger = epochs.stamp.larger;
         let written = self.backing.written();
         // Of a disk that was resized meanwhile it has other blocks when it is opened.
-        let marked = Some(self.disk.dirty().count()).filter(|_| self.disk.len() == identity.size);
+        let marked =
+            self.disk.dirty().ok().map(|dirty| dirty.count()).filter(|_| self.disk.len() == identity.size);
         // What is the same in any state is kept.
         let kept = epochs.stamp.clone();
         ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, ..kept }

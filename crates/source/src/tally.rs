@@ -230,6 +230,19 @@ impl Tally {
         }
     }
 
+    /// What was counted of a replica by other names than its bookmark has now goes on by that.
+    pub(crate) fn follow(folder: &dyn Folder, bookmarks: &Bookmarks, replica: &str) {
+        let load = |name: &str| -> Option<Tally> { crate::json::read_json(folder, &name_of(name)).ok()? };
+        for before in bookmarks.0.get(replica).iter().flat_map(|bookmark| &bookmark.also) {
+            let Some(counted) = load(before) else { continue };
+            let work = load(replica).and_then(|begun| begun.work);
+            let counted = Tally { replica: replica.to_owned(), work, ..counted };
+            if crate::json::write_json(folder, &name_of(replica), &counted).is_ok() {
+                let _ = folder.remove(&name_of(before));
+            }
+        }
+    }
+
     /// Removes the tally of a replica.
     pub(crate) fn forget(folder: &Path, replica: &str) {
         let _ = Dir::existing(folder).and_then(|folder| folder.remove(&name_of(replica)));
@@ -257,22 +270,30 @@ impl Counter {
         Counter { folder: folder.to_path_buf(), replica }
     }
 
+    /// The name of its bookmark, and whether it has one.
+    fn name(&self) -> (String, bool) {
+        let known =
+            Dir::existing(&self.folder).map_or(Ok(Bookmarks::default()), |folder| Bookmarks::read(&folder));
+        let known = known.unwrap_or_default();
+        let name = known.named(&self.replica).map(|(name, _)| name.clone());
+        (name.clone().unwrap_or_else(|| self.replica.clone()), name.is_some())
+    }
+
     /// Changes its tally. That it cannot be written is not an error.
     pub fn count(&self, change: impl FnOnce(&mut Tally)) {
-        Tally::change(&self.folder, &self.replica, change);
+        Tally::change(&self.folder, &self.name().0, change);
     }
 
     /// Changes its tally if its source knows it: of others, nothing is kept.
     pub fn count_known(&self, change: impl FnOnce(&mut Tally)) {
-        let bookmarks = Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
-        if matches!(bookmarks, Ok(Ok(known)) if known.0.contains_key(&self.replica)) {
+        if self.name().1 {
             self.count(change);
         }
     }
 
     /// What was counted so far.
     pub fn tally(&self) -> Tally {
-        Tally::read(&self.folder, &self.replica)
+        Tally::read(&self.folder, &self.name().0)
     }
 
     /// Work for it ended with a failure. Of a replica that its source does not know, nothing is kept, unless a first copy to it has
@@ -287,9 +308,7 @@ impl Counter {
     }
 
     fn end(&self, change: impl FnOnce(&mut Tally)) {
-        let bookmarks = Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
-        let is_known = matches!(bookmarks, Ok(Ok(known)) if known.0.contains_key(&self.replica));
-        if is_known || Tally::read(&self.folder, &self.replica).is_first_copy() {
+        if self.name().1 || Tally::read(&self.folder, &self.replica).is_first_copy() {
             self.count(|tally| {
                 tally.work = None;
                 change(tally);

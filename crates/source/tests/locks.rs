@@ -41,9 +41,9 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
     std::thread::spawn(move || {
         asking.lost();
         tell.send("why knowledge was lost").unwrap();
-        assert!(!asking.disk().dirty_runs(0..100, 10).is_empty());
+        assert!(!asking.disk().dirty_runs(0..100, 10).unwrap().is_empty());
         tell.send("which runs are dirty").unwrap();
-        assert_eq!(asking.dirty().count(), 1);
+        assert_eq!(asking.dirty().unwrap().count(), 1);
         tell.send("all that is dirty").unwrap();
         let folder = asking.folder().path().to_path_buf();
         Client::connect(&folder).unwrap().unwrap().status().unwrap();

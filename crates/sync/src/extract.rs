@@ -13,7 +13,7 @@ use std::time::Instant;
 use delta::{Epoch, Method, Unit, Writer};
 use device::Disk;
 use serde::Serialize;
-use source::{Bookmarks, Cut, CutOptions, Handle, Live, Position};
+use source::{Bookmarks, Cut, CutOptions, Handle, Live, Position, Reached};
 
 use crate::error::SyncError;
 use crate::facts::moment;
@@ -107,7 +107,7 @@ pub fn extract(
     writer.flush()?;
     let epoch = view.epoch();
     if let Some(begins) = keeps(handle, since, from, epoch)? {
-        handle.acknowledge(BOOKMARK, begins, 0)?;
+        handle.acknowledge(BOOKMARK, Reached::epoch(begins))?;
     }
     Ok(Extracted {
         source: about.path.clone(),

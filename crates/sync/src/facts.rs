@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use lineage::{Branch, Lives, Point};
-use source::{Handle, Position, SourceError, View};
+use source::{Handle, Position, Reached, SourceError, View};
 
 use crate::error::SyncError;
 use crate::messages::Status;
@@ -57,7 +57,10 @@ pub(crate) fn facts<'a>(
         size: disk.len(),
         empty: matches!(disk.allocated(0), Ok(None)),
         history: knowledge,
-        bookmark: handle.bookmarks()?.0.remove(&bookmark(name, status, &options.way)),
+        bookmark: handle
+            .bookmarks()?
+            .named(&bookmark(name, status, &options.way))
+            .map(|(_, known)| known.clone()),
     })
 }
 
@@ -170,6 +173,27 @@ pub const PULLED: &str = "pull://";
 /// replica's side reaches for the source. No destination has such a name.
 pub(crate) fn bookmark(name: &str, status: &Status, way: &Way) -> String {
     known_as(name, &status.path, way)
+}
+
+/// Moves the bookmark of a replica to the epoch at which it is now, in the state of this name. Returns what there is to say where it had another
+/// name so far.
+pub(crate) fn acknowledge(
+    handle: &Handle,
+    name: &str,
+    status: &Status,
+    epoch: delta::Epoch,
+    (state, unread): (uuid::Uuid, u64),
+) -> Result<Option<String>, SyncError> {
+    let was = Some(status.replica.nonce);
+    let known = handle.bookmarks()?;
+    let other = known.others(name, status.replica.nonce).map(|other| {
+        format!(
+            "it was known as {other} until now, and counts as one replica with both names. If {other} is another disk with a copy of it, sync to \
+             that one as well: it counts by itself again then"
+        )
+    });
+    handle.acknowledge(name, Reached { epoch, unread, was, state: Some(state) })?;
+    Ok(other)
 }
 
 /// The same, of a replica at this path.

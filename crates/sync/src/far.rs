@@ -11,7 +11,7 @@ use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Message, Received, Receiver, Sender};
 use replica::{
-    Commit, Coverage, DeltaReceiver, Herald, Keep, KnownReplicas, Replica, ReplicaError, SourceTime,
+    Commit, Coverage, DeltaReceiver, Expected, Herald, Keep, KnownReplicas, Replica, ReplicaError, SourceTime,
 };
 use serde::Serialize;
 use source::{Attended, SourceError, StateDir};
@@ -392,7 +392,12 @@ impl ReplicaEnd<'_> {
         plan: Plan,
     ) -> Result<Taken, SyncError> {
         let ReplicaEnd { sender, receiver, progress, .. } = *self;
-        replica.expect(plan.data, &plan.before);
+        let expected = match plan.data {
+            0 if plan.resends => Expected::Countable,
+            0 => Expected::Unknown,
+            bytes => Expected::AtMost(bytes),
+        };
+        replica.expect(expected, &plan.before);
         if let Some(params) = &plan.rolling {
             self.say_sums(&replica.content()?, params)?;
         }
@@ -554,6 +559,10 @@ impl ReplicaEnd<'_> {
                 }
                 seen(frame);
             })?;
+            if last && receipt.is_counted() {
+                receipt.keep()?;
+                return Ok(Taken::Kept);
+            }
             if last && at_end == AtEnd::Prepare {
                 receipt.prepare()?;
                 return Ok(Taken::Prepared(Coverage::Part));

@@ -18,7 +18,7 @@ use source::{GroupHandle, Handle, View};
 use crate::account::Account;
 use crate::cut_hook::around;
 use crate::error::SyncError;
-use crate::facts::{bookmark, facts, moment, newest_known, note_older};
+use crate::facts::{acknowledge, bookmark, facts, moment, newest_known, note_older};
 use crate::live::Approach;
 use crate::messages::{
     COMMIT_GROUP, Committed, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, Status, expect, nonsense, part,
@@ -311,6 +311,7 @@ impl<'a> GroupSession<'a> {
             totals: Totals::new(self.progress),
             in_place: self.statuses[at].in_place,
             member: (at, prepare),
+            resends: false,
         }
     }
 
@@ -324,7 +325,7 @@ impl<'a> GroupSession<'a> {
             }
             let (traffic, began) = (self.sender.traffic(), Instant::now());
             let before = (traffic.sent(), traffic.received());
-            let summary = bring(handle, &self.transfer(at, false), status.clone(), || ());
+            let summary = bring(handle, self.transfer(at, false), status.clone(), || ());
             let mut summary = summary.map_err(|error| of_member(handle, error))?;
             summary.bytes_sent = traffic.sent() - before.0;
             summary.bytes_received = traffic.received() - before.1;
@@ -432,12 +433,17 @@ impl<'a> GroupSession<'a> {
                 return Err(nonsense("an epoch that was not sent"));
             }
             let name = bookmark(&member.summary.destination, &member.status, &self.options.way);
-            member.handle.acknowledge(&name, epoch, 0)?;
+            let state = match &committed {
+                Some(_) => member.plan.header.stream,
+                None => member.status.replica.nonce,
+            };
+            let renamed = acknowledge(member.handle, &name, &member.status, epoch, (state, 0))?;
             member.summary.epoch = Some(epoch.number);
             if let Some(committed) = committed {
                 member.summary.bytes_written = committed.bytes_written;
                 member.summary.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
             }
+            member.summary.warnings.extend(renamed);
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 //!     Plan: what will follow, what to send   ─▶
 //!                                            ◀─ DigestReport … DigestReport, or Sums … Sums (only if requested)
 //!     Header, Frame … Frame, Trailer         ─▶
-//!                                            ◀─ Committed, or after a pass over a live disk Status again
+//!                                            ◀─ Committed; Status again after a pass over a live disk, or where room must be made
 //! ```
 //!
 //! If the replica's side began (see `pull`), the conversation has another beginning and end:
@@ -291,6 +291,9 @@ pub(crate) struct Plan {
     /// The replica was found to be as it was, whatever its times say. Answered with Committed.
     #[serde(default)]
     pub accept: bool,
+    /// The delta may be answered with a new Status: it was counted, as there was no room for it, and is to be sent once more.
+    #[serde(default)]
+    pub resends: bool,
 }
 
 /// How a mirror sends batches.
@@ -505,7 +508,12 @@ impl Status {
 
     /// Receives the replica's status.
     pub(crate) fn hear(receiver: &Receiver) -> Result<Status, SyncError> {
-        let status: Status = expect(receiver, STATUS)?.json()?;
+        Status::of_message(&expect(receiver, STATUS)?, receiver)
+    }
+
+    /// The same where its first message was received.
+    pub(crate) fn of_message(message: &Message, receiver: &Receiver) -> Result<Status, SyncError> {
+        let status: Status = message.json()?;
         status.check()?;
         let mut encoded = Vec::new();
         while encoded.len() < status.unsure_bytes {
@@ -577,14 +585,18 @@ pub(crate) fn unexpected(message: &Message) -> SyncError {
 
 /// The next message, which must be of this kind.
 pub(crate) fn expect(receiver: &Receiver, kind: u8) -> Result<Message, SyncError> {
-    match receiver.recv()? {
-        Some(message) if message.kind == kind => Ok(message),
-        Some(message) => Err(unexpected(&message)),
-        None => Err(SyncError::Far {
-            message: "the far side ended the conversation early: run again".into(),
-            class: Class::Failed,
-        }),
+    match next(receiver)? {
+        message if message.kind == kind => Ok(message),
+        message => Err(unexpected(&message)),
     }
+}
+
+/// The next message, whatever it is.
+pub(crate) fn next(receiver: &Receiver) -> Result<Message, SyncError> {
+    receiver.recv()?.ok_or_else(|| SyncError::Far {
+        message: "the far side ended the conversation early: run again".into(),
+        class: Class::Failed,
+    })
 }
 
 /// The first message of a conversation, which must be of this kind.

@@ -672,7 +672,13 @@ mod tests {
             empty: has("empty"),
             size: 1,
             history,
-            bookmark: has("remembered").then(|| Bookmark { epoch: epoch(4), time: 0, unread: 0 }),
+            bookmark: has("remembered").then(|| Bookmark {
+                epoch: epoch(4),
+                time: 0,
+                unread: 0,
+                state: None,
+                also: Vec::new(),
+            }),
         };
         choose(&facts, status, &options(words))
     }

@@ -12,13 +12,13 @@ use crate::account::Account;
 use crate::cut_hook::around;
 use crate::digests::Digests;
 use crate::error::SyncError;
-use crate::facts::{bookmark, facts, moment, newest_known, note_older, present};
+use crate::facts::{acknowledge, bookmark, facts, moment, newest_known, note_older, present};
 use crate::live::catch_up;
 use crate::messages::{Open, Status, open, part, text};
 use crate::options::SyncOptions;
 use crate::plan::{Choice, choose, cut_off, refuse_larger};
 use crate::report::{Progress, Summary, Totals};
-use crate::transfer::{Prepared, Transfer, heard};
+use crate::transfer::{Answer, Prepared, Transfer, heard};
 
 /// Brings the replica at the other end of `link` up to date. `name` is how the user named the destination.
 pub fn push(
@@ -68,8 +68,9 @@ pub(crate) fn push_over(
         let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
         let in_place = status.in_place;
         let totals = Totals::new(&progress);
-        let transfer = Transfer { sender, receiver, name, options, totals, in_place, member: (0, false) };
-        let mut summary = bring(handle, &transfer, status, || account.opened())?;
+        let transfer =
+            Transfer { sender, receiver, name, options, totals, in_place, member: (0, false), resends: true };
+        let mut summary = bring(handle, transfer, status, || account.opened())?;
         summary.cost(&traffic, began);
         Ok(summary)
     })();
@@ -84,7 +85,7 @@ pub(crate) fn push_over(
 /// copy that never was.
 pub(crate) fn bring(
     handle: &Handle,
-    transfer: &Transfer<'_>,
+    transfer: Transfer<'_>,
     status: Status,
     begun: impl FnOnce(),
 ) -> Result<Summary, SyncError> {
@@ -109,7 +110,7 @@ pub(crate) fn bring(
     let bookmark = bookmark(name, &status, &options.way);
     let prepared = match handle.live() {
         None => at_view(handle, choice, status, options)?,
-        Some(live) => heard(transfer.receiver, catch_up(handle, live, transfer, status, choice))?,
+        Some(live) => heard(transfer.receiver, catch_up(handle, live, &transfer, status, choice))?,
     };
     let Prepared { view, plan, status, first, freeze_ms } = prepared;
     summary.freeze_ms = freeze_ms;
@@ -124,19 +125,28 @@ pub(crate) fn bring(
         summary.trust.push_str(", without a cut: the disk was written to during the last pass");
     }
     if plan.is_done(&status) {
-        handle.acknowledge(&bookmark, view.epoch(), 0)?;
+        let state = (status.replica.nonce, 0);
+        summary.warnings.extend(acknowledge(handle, &bookmark, &status, view.epoch(), state)?);
         summary.epoch = Some(view.epoch().number);
         return Ok(summary);
     }
-    let committed = transfer.commit(&view, &plan)?;
+    let committed = match transfer.commit(&view, &plan)? {
+        Answer::Committed(committed) => committed,
+        // From another view: this one has let go of what was sent.
+        Answer::Counted(status) => {
+            drop(view);
+            return bring(handle, Transfer { resends: false, ..transfer }, *status, (|| ()) as fn());
+        }
+    };
     summary.count(&transfer.totals);
-    handle.acknowledge(&bookmark, committed.epoch, summary.unreadable.bytes)?;
+    let state = (plan.header.stream, summary.unreadable.bytes);
+    let renamed = acknowledge(handle, &bookmark, &status, committed.epoch, state)?;
     summary.epoch = Some(committed.epoch.number);
     if let Some(changed) = plan.changed.filter(|(blocks, ..)| *blocks < summary.blocks_changed) {
         (summary.blocks_changed, summary.extents, summary.bytes_changed) = changed;
     }
     summary.digests = committed.digests.as_deref().map(text);
-    summary.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
+    summary.warnings = committed.warnings.iter().map(|warning| text(warning)).chain(renamed).collect();
     summary.bytes_written = committed.bytes_written;
     summary.view_bytes = view.kept_bytes();
     Ok(summary)

@@ -362,6 +362,7 @@ fn a_lying_source_is_found_out() {
             before: Vec::new(),
             looks_first: false,
             accept: false,
+            resends: false,
         })
         .unwrap(),
         ..Message::default()

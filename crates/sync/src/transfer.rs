@@ -8,13 +8,15 @@ use compare::rolling::{Index, SumParams, SumReport, changes};
 use compare::{Finding, Scope};
 use delta::{Epoch, Method};
 use device::{Buf, Disk};
-use link::{Receiver, Sender};
+use link::{Message, Receiver, Sender};
 use source::View;
 use uuid::Uuid;
 
 use crate::compared::{Comparison, while_linked};
 use crate::error::{Class, SyncError};
-use crate::messages::{COMMITTED, Committed, FAILED, PLAN, PREPARED, Plan, SUMS, Status, expect, unexpected};
+use crate::messages::{
+    COMMITTED, Committed, FAILED, PLAN, PREPARED, Plan, STATUS, SUMS, Status, expect, next, unexpected,
+};
 use crate::options::{SyncOptions, Unreadable};
 use crate::pack::{DeltaSender, Packing, pack, reading};
 use crate::plan::SyncPlan;
@@ -33,6 +35,15 @@ pub(crate) struct Transfer<'a> {
     /// Which member of the group the replica is, and whether its delta waits for the commit of the group. 0 and false if it is in
     /// none.
     pub member: (usize, bool),
+    /// A delta of unknown size may be sent twice.
+    pub resends: bool,
+}
+
+/// The replica's side's answer to a delta.
+pub(crate) enum Answer {
+    Committed(Committed),
+    /// There was no room before its size was known: it is to be sent again.
+    Counted(Box<Status>),
 }
 
 impl Transfer<'_> {
@@ -47,7 +58,8 @@ impl Transfer<'_> {
     fn announced(&self, plan: &SyncPlan) -> Plan {
         let (member, prepare) = self.member;
         let before = plan.before.clone();
-        Plan { delta: true, pass: plan.pass, member, prepare, before, ..Plan::default() }
+        let resends = self.resends && !plan.pass;
+        Plan { delta: true, pass: plan.pass, member, prepare, before, resends, ..Plan::default() }
     }
 
     /// Sends a pass over a live disk, and receives the replica's new status.
@@ -57,9 +69,15 @@ impl Transfer<'_> {
     }
 
     /// Sends a delta, and waits for its commit.
-    pub(crate) fn commit(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Committed, SyncError> {
-        let sent = self.send(view, plan);
-        committed(self.receiver, view.epoch(), sent)
+    pub(crate) fn commit(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Answer, SyncError> {
+        let answer = self.send(view, plan).and_then(|()| next(self.receiver));
+        match heard(self.receiver, answer)? {
+            message if message.kind == STATUS && self.resends => {
+                Status::of_message(&message, self.receiver).map(Box::new).map(Answer::Counted)
+            }
+            message if message.kind == COMMITTED => of_epoch(&message, view.epoch()).map(Answer::Committed),
+            message => Err(unexpected(&message)),
+        }
     }
 
     fn send(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
@@ -221,7 +239,11 @@ pub(crate) fn committed(
     sent: Result<(), SyncError>,
 ) -> Result<Committed, SyncError> {
     let committed = sent.and_then(|()| expect(receiver, COMMITTED));
-    let committed: Committed = heard(receiver, committed)?.json()?;
+    of_epoch(&heard(receiver, committed)?, epoch)
+}
+
+fn of_epoch(message: &Message, epoch: Epoch) -> Result<Committed, SyncError> {
+    let committed: Committed = message.json()?;
     // Only the epoch that was sent may be recorded.
     if committed.epoch != epoch {
         return Err(SyncError::Far {

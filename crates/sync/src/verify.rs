@@ -18,7 +18,7 @@ use lineage::Lives;
 use link::{Link, Pace, Receiver, Sender};
 use replica::{Acceptable, Commit, State};
 use serde::{Deserialize, Serialize};
-use source::{Handle, LastVerify, Position, SourceError, View};
+use source::{Handle, LastVerify, Position, Reached, SourceError, View};
 
 use crate::account::Account;
 use crate::compared::Comparison;
@@ -409,7 +409,7 @@ impl<'a> Proof<'a> {
         let committed = committed(receiver, to, sent)?;
         if self.to_view {
             let bookmark = bookmark(&verified.destination, &self.status, &self.options.way);
-            self.handle.acknowledge(&bookmark, committed.epoch, 0)?;
+            self.handle.acknowledge(&bookmark, Reached::epoch(committed.epoch))?;
         }
         verified.repaired = true;
         verified.epoch_after = committed.epoch.number;
@@ -494,9 +494,13 @@ fn is_one_moment(status: &Status) -> bool {
 
 /// Refuses to verify a replica that is missing.
 fn missing(handle: &Handle, name: &str, status: &Status, options: &VerifyOptions) -> Result<(), SyncError> {
-    let bookmarks = handle.bookmarks()?.0;
+    let bookmarks = handle.bookmarks()?;
     let bookmark = bookmark(name, status, &options.way);
-    Ok(refuse_vanished((&handle.about().path, name), status, bookmarks.get(&bookmark))?)
+    Ok(refuse_vanished(
+        (&handle.about().path, name),
+        status,
+        bookmarks.named(&bookmark).map(|(_, known)| known),
+    )?)
 }
 
 /// Refuses to compare with another source of the same id, and to repair what has diverged.

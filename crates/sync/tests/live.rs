@@ -96,7 +96,7 @@ impl Tracker for Standin {
         if self.world.loses.swap(false, SeqCst) {
             *self.lost.lock().unwrap() = Some("an event was dropped".into());
         }
-        let dirty = self.disk.dirty();
+        let dirty = self.disk.dirty().unwrap();
         if let stuck @ 1.. = self.world.stuck.load(SeqCst) {
             dirty.set(stuck..stuck + 1);
         }

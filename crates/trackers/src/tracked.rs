@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 
 use device::{Clock, Disk, Done, Folder, Kind, Piece, Queue, Request};
-use extents::Bitmap;
+use extents::{Bitmap, OutOfMemory};
 
 use crate::bitmap_file::BitmapFile;
 use crate::cow_store::CowStore;
@@ -378,12 +378,15 @@ impl TrackedDisk {
         if spare.is_none() {
             *spare = Some(self.next_record()?);
         }
-        Ok(Next { disk: self, spare })
+        // What was written is gathered behind the cut, which cannot be taken back for want of memory.
+        let blocks = Bitmap::try_new(self.blocks());
+        let blocks = blocks.map_err(|e| self.failed("cannot gather what was written; state")(e.into()))?;
+        Ok(Next { disk: self, spare, blocks })
     }
 
     /// After a swap: waits for the writes in flight, and makes the source durable.
     fn end_swap(&self, swapped: Swapped, follower: Option<&Follower>) -> Result<Frozen, TrackError> {
-        let Swapped { frozen, followed, view } = swapped;
+        let Swapped { frozen, followed, view, blocks } = swapped;
         self.shared.gate.drain();
         // The frozen record itself need not be durable: until it is released, no intent is dropped before it is, and what
         // was active counts as written.
@@ -397,7 +400,7 @@ impl TrackedDisk {
             return Err(error);
         }
         let number = frozen.last().map_or(0, |last| last.number());
-        Ok(Frozen { number, changes: self.marked(&frozen), view, followed })
+        Ok(Frozen { number, changes: self.marked(blocks, &frozen), view, followed })
     }
 
     /// Follows what is written from now on. A write that is in flight may go unnoticed: the checkpoint that comes next waits
@@ -497,29 +500,35 @@ impl TrackedDisk {
     }
 
     /// Blocks written since what was released last, at this moment. Does not wait for a checkpoint that is under way.
-    pub fn dirty(&self) -> Bitmap {
+    ///
+    /// # Errors
+    /// If there is no memory for a bitmap of its blocks.
+    pub fn dirty(&self) -> Result<Bitmap, OutOfMemory> {
+        let blocks = Bitmap::try_new(self.blocks())?;
         let current = self.current();
         let records: Vec<_> = current.frozen.iter().chain([&current.record]).cloned().collect();
-        self.marked(&records)
+        Ok(self.marked(blocks, &records))
     }
 
     /// The runs of blocks within a range that were written since what was released last, ascending, at most `limit`. Does
     /// not wait for a checkpoint that is under way.
-    pub fn dirty_runs(&self, blocks: Range<u64>, limit: usize) -> Vec<Range<u64>> {
+    ///
+    /// # Errors
+    /// As for [`TrackedDisk::dirty`].
+    pub fn dirty_runs(&self, blocks: Range<u64>, limit: usize) -> Result<Vec<Range<u64>>, OutOfMemory> {
         let current = self.current();
         if current.frozen.is_empty() {
             let runs = current.record.runs_in(blocks.clone()).take(limit).collect();
             if current.record.is_sound() {
-                return runs;
+                return Ok(runs);
             }
         }
-        self.dirty().runs_in(blocks).take(limit).collect()
+        Ok(self.dirty()?.runs_in(blocks).take(limit).collect())
     }
 
     /// The union of the records. If one of them could not be written to disk, its marks may be gone from memory
     /// too: those that had not reached the disk before are in active regions, which count as written whole.
-    fn marked(&self, records: &[Arc<BitmapFile>]) -> Bitmap {
-        let blocks = Bitmap::new(self.blocks());
+    fn marked(&self, blocks: Bitmap, records: &[Arc<BitmapFile>]) -> Bitmap {
         records.iter().for_each(|record| record.add_to(&blocks));
         // In this order: what was read before the check is valid if the check passes.
         if !records.iter().all(|record| record.is_sound()) {
@@ -660,6 +669,8 @@ impl TrackedDisk {
 struct Next<'a> {
     disk: &'a TrackedDisk,
     spare: MutexGuard<'a, Option<BitmapFile>>,
+    /// For what was written, none of them set.
+    blocks: Bitmap,
 }
 
 /// What a swap has taken out of use.
@@ -667,6 +678,7 @@ struct Swapped {
     frozen: Vec<Arc<BitmapFile>>,
     followed: Option<Arc<Bitmap>>,
     view: Option<Arc<CowStore>>,
+    blocks: Bitmap,
 }
 
 impl Next<'_> {
@@ -681,7 +693,7 @@ impl Next<'_> {
             }
             (current.frozen.clone(), follower.and_then(|f| current.begin_anew(f)))
         });
-        Swapped { frozen, followed, view }
+        Swapped { frozen, followed, view, blocks: self.blocks }
     }
 }
 

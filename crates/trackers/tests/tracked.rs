@@ -142,7 +142,7 @@ fn what_an_opening_took_over_outlives_the_next_power_cut() {
             disk.write_at(5 * BLOCK, &[1; 8]).unwrap();
             disk.sweep(0).unwrap();
         }
-        assert_eq!((blocks(&disk.dirty()), disk.active_regions().0), (vec![5], 0), "in life {life}");
+        assert_eq!((blocks(&disk.dirty().unwrap()), disk.active_regions().0), (vec![5], 0), "in life {life}");
         drop(disk);
         lose_power(&power);
     }
@@ -633,15 +633,15 @@ fn what_a_record_forgot_after_a_failed_write_counts_as_written() {
         }
         faulty.reclaim().unwrap();
         assert!(!disk.view_of_unchanged(None));
-        let dirty: Vec<_> = disk.dirty().runs().collect();
+        let dirty: Vec<_> = disk.dirty().unwrap().runs().collect();
         assert_eq!(dirty, what_may_have_been_written());
-        assert_eq!(disk.dirty_runs(0..1 << 20, 9), dirty);
+        assert_eq!(disk.dirty_runs(0..1 << 20, 9).unwrap(), dirty);
         let runs: Vec<_> = disk.checkpoint(None, None).unwrap().changes.runs().collect();
         assert_eq!(runs, dirty);
         // The next record is another file.
         disk.release().unwrap();
         disk.sweep(0).unwrap();
-        assert_eq!((disk.active_regions().0, disk.dirty().count()), (0, 0));
+        assert_eq!((disk.active_regions().0, disk.dirty().unwrap().count()), (0, 0));
     }
 }
 

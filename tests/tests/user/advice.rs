@@ -541,3 +541,17 @@ fn a_change_by_others_that_was_compared_is_not_found_again_after_a_kill() {
     change(&scene);
     assert!(trust(&scene).contains("changed by another program"));
 }
+
+/// Of a replica that a first copy has left incomplete there is something to say: what it is, and what completes it.
+#[test]
+fn an_incomplete_replica_is_not_called_one_with_nothing_to_recover() {
+    let mut scene = Scene::new("a first copy that is cut off", 8 * MIB);
+    scene.change(1000);
+    let far = Far::new(env!("CARGO_BIN_EXE_rsh"));
+    far.sync(&scene, &[], Some(1 << 20)).code(1);
+    let told = far.site.dsync(["recover"]).arg(far.replica()).ok().text();
+    for words in ["incomplete", "is no moment of its source", "\"dsync sync\""] {
+        assert!(told.contains(words), "{told}");
+    }
+    assert!(!told.contains("nothing to recover"), "{told}");
+}

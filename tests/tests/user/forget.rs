@@ -3,8 +3,10 @@
 use std::fs::File;
 use std::path::Path;
 
+use dsync_tests::far::Far;
 use dsync_tests::image;
-use dsync_tests::{Scene, Site};
+use dsync_tests::mount::Loop;
+use dsync_tests::{Scene, Site, need_root, skipped};
 
 const MIB: u64 = 1 << 20;
 
@@ -150,4 +152,69 @@ fn a_replica_that_was_opened_for_writing_and_is_gone_is_begun_anew_or_forgotten(
         scene.sync(&["--create"]).ok();
         scene.equal();
     }
+}
+
+/// Names for one destination are one replica to its source: it is at one epoch, counts once, and is forgotten by either.
+#[test]
+fn a_replica_that_is_reached_by_two_names_has_one_bookmark() {
+    let far = Far::new(env!("CARGO_BIN_EXE_rsh"));
+    let mut scene = Scene::new("two names", 8 * MIB);
+    let folder = far.replica().parent().expect("a folder").display().to_string();
+    let names =
+        [far.name(), format!("root@far:{folder}/../{}/vm.raw", folder.rsplit('/').next().expect("a name"))];
+    let known = |scene: &Scene| {
+        let told = scene.site.dsync(["status", "--json", "vm"]).ok().summary();
+        assert_eq!(told["first_copies"].as_array().map(Vec::len), Some(0), "{told}");
+        let replicas = told["replicas"].as_array().expect("replicas").clone();
+        assert_eq!(replicas.len(), 1, "{replicas:?}");
+        replicas[0].clone()
+    };
+    for turn in 0..4 {
+        scene.change(10);
+        let name = &names[turn % 2];
+        let told = far.run_to(name, "sync", &scene, &[], None).ok().summary();
+        let warned = told["warnings"].to_string().contains(&format!("was known as {}", names[0]));
+        assert_eq!(warned, turn == 1, "{told}");
+        let replica = known(&scene);
+        assert_eq!((replica["replica"].as_str(), &replica["epoch"]), (Some(name.as_str()), &told["epoch"]));
+        assert_eq!(replica["tally"]["syncs"], turn + 1, "{replica}");
+    }
+    // One that was lost is told by the name that was not used last, too.
+    std::fs::remove_file(far.replica()).expect("a replica");
+    std::fs::remove_dir_all(far.site.path(".vm.raw.dsync")).expect("its state");
+    far.run_to(&names[0], "sync", &scene, &[], None).code(4).says(&["missing"]);
+    scene.site.dsync(["forget", "vm", &names[0]]).ok();
+    let told = scene.site.dsync(["status", "--json", "vm"]).ok().summary();
+    assert_eq!(told["replicas"].as_array().map(Vec::len), Some(0), "{told}");
+    scene.site.dsync(["forget", "vm", &names[1]]).output().says(&["no checkpoint or replica"]);
+}
+
+/// A replica on a disk that is not attached any more is forgotten by the name that the status shows.
+#[test]
+fn a_replica_on_a_detached_device_is_forgotten_by_its_name() {
+    let what = "forgetting a replica on a detached loop device";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 8 * MIB);
+    let image = scene.site.image("device.img", 8 * MIB);
+    let Some(device) = Loop::new(&image) else { return skipped(what, "there is no loop device") };
+    scene.replica = device.device().to_path_buf();
+    scene.sync(&[]).ok();
+    drop(device);
+    let replicas = |scene: &Scene| {
+        let told = scene.site.dsync(["status", "--json"]).ok().json();
+        told.into_iter().filter(|it| it["kind"] == "replica").collect::<Vec<_>>()
+    };
+    let shown = replicas(&scene);
+    assert_eq!((shown.len(), &shown[0]["state"]), (1, &"missing".into()), "{shown:?}");
+    let name = shown[0]["path"].as_str().expect("a path").to_owned();
+    let told = scene.site.dsync(["forget", "--json", "-n", &name]).ok().summary();
+    assert!(told["cost"].as_str().is_some_and(|cost| cost.contains("not attached")), "{told}");
+    assert_eq!(replicas(&scene).len(), 1, "a dry run forgot it");
+    scene.site.dsync(["forget", &name]).ok();
+    assert_eq!(replicas(&scene), Vec::<serde_json::Value>::new());
+    scene.site.dsync(["forget", &name]).output().says(&["neither"]);
+    // What its source has of it is another thing.
+    scene.site.dsync(["forget", "vm", &name]).ok();
 }

@@ -1,6 +1,7 @@
 //! A system that gives no more: descriptors, file sizes. What cannot be done is said, and nobody hangs.
 
 use std::io::Read;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -69,6 +70,69 @@ fn a_file_that_may_not_grow_is_an_error_and_no_sudden_death() {
     assert!(output.stderr.contains("File too large") && output.stderr.contains("ulimit -f"), "{output}");
     site.sync(&image, &site.path("copy.raw"), &[]).ok();
     image::assert_equal(&image, &site.path("copy.raw"));
+}
+
+/// Too little memory for the bitmaps of a large disk, or for anything: an error with its way out, and no abort; what was begun is completed later.
+#[test]
+fn too_little_memory_is_an_error_and_no_abort() {
+    if !need(&["prlimit"], "a limit on memory") {
+        return;
+    }
+    let site = Site::new();
+    let (image, copy) = (site.image("vm.raw", 2 << 40), site.path("copy.raw"));
+    let write = |at: u64| {
+        let file = std::fs::File::options().write(true).open(&image).expect("the image");
+        file.write_all_at(&[at as u8 | 1; 4096], at << 30).expect("a write");
+    };
+    write(1);
+    let run = |mib: u64, args: &[&str]| {
+        Run::new("prlimit")
+            .arg(format!("--as={}", mib << 20))
+            .arg(binary())
+            .env("DSYNC_STATE_DIR", site.state())
+            .args(args)
+            .arg(&image)
+            .arg(&copy)
+            .output()
+    };
+    site.sync(&image, &copy, &[]).ok();
+    let mut refused = 0;
+    for (at, mib) in [700, 500, 400, 300, 250, 200, 150, 100, 60].into_iter().enumerate() {
+        write(at as u64 + 2);
+        for args in [&["sync", "--method", "compare"][..], &["sync"], &["verify"]] {
+            let output = run(mib, args);
+            let code = output.status.code();
+            assert!(matches!(code, Some(0 | 1 | 5)), "{mib} MiB: {output}");
+            if code == Some(1) {
+                output.says(&["memory", "raise the limit"]);
+                refused += 1;
+            }
+        }
+    }
+    assert!(refused > 3, "{refused}");
+    site.sync(&image, &copy, &[]).ok();
+    site.dsync(["verify"]).arg(&image).arg(&copy).ok();
+}
+
+/// A server that lacks the memory for a snapshot refuses that, and goes on.
+#[test]
+fn a_server_without_memory_for_a_snapshot_goes_on() {
+    let site = Site::new();
+    let (image, copy) = (site.image("vm.raw", 2 << 40), site.path("copy.raw"));
+    let mut server = site.serve(&[&image], &[]);
+    let process = server.process().pid();
+    let limit = |current| {
+        prlimit(Some(process), Resource::As, Rlimit { current, maximum: None }).expect("a limit");
+    };
+    let text =
+        std::fs::read_to_string(format!("/proc/{}/statm", process.as_raw_nonzero())).expect("its memory");
+    let pages: u64 = text.split(' ').next().expect("pages").parse().expect("a number");
+    limit(Some(pages * 4096 + 20 * MIB));
+    site.sync(&image, &copy, &[]).code(1).says(&["memory"]);
+    limit(None);
+    site.sync(&image, &copy, &[]).ok();
+    assert!(server.process().ended().is_none());
+    server.stop();
 }
 
 /// A user who may start few threads: a sync works with them, or ends with an error, but never waits for one.

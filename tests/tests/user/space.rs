@@ -6,6 +6,7 @@ use std::time::Duration;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::Mount;
 use dsync_tests::{Background, Output, Random, Run, Scene, Site, need, need_root, rounds, skipped, until};
+use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
 
@@ -144,26 +145,74 @@ fn moments_that_are_dropped_for_want_of_room_are_told_of() {
     assert_eq!(bounded["warnings"].to_string(), "[]");
 }
 
-/// How much a comparison finds is not known before: the past gives way to it, and where that is not enough, the failure says so.
-#[test]
-fn moments_that_were_dropped_in_vain_are_told_of() {
-    let what = "moments that give way to a sync without room";
+/// The number of moments that are kept.
+fn moments(scene: &Scene) -> usize {
+    let listed = scene.site.dsync(["rewind", "--json"]).arg(&scene.replica).ok().summary();
+    listed["moments"].as_array().map_or(0, Vec::len)
+}
+
+/// A replica of 32 MiB with three moments of 8 MiB each, and 2 MiB left beside it.
+fn crowded(what: &str) -> Option<(Scene, Small)> {
     let mut scene = Scene::new(what, 32 * MIB);
-    let Some(small) = Small::new(&mut scene, "ext4", 96 * MIB, what) else { return };
+    let small = Small::new(&mut scene, "ext4", 96 * MIB, what)?;
     fill_holes(&mut scene, 0..32 * MIB);
     scene.sync(&["--keep-last", "10"]).ok();
-    for _ in 0..2 {
-        scene.change(300);
+    for _ in 0..3 {
+        fill_holes(&mut scene, 0..8 * MIB);
         scene.sync(&[]).ok();
     }
     small.leave(2 * MIB);
-    fill_holes(&mut scene, 0..32 * MIB);
-    let failed = scene.sync(&["--method", "compare"]).code(1);
-    failed.says(&["no space", "the replica is unchanged, but the oldest moments of its past were dropped"]);
-    let left = scene.site.dsync(["rewind", "--json"]).arg(&scene.replica).ok().summary();
-    assert!(left["moments"].as_array().is_some_and(|moments| moments.len() < 2), "{left}");
-    // Where nothing was dropped, nothing is said of it.
-    assert!(!scene.sync(&["--method", "compare"]).code(1).stderr.contains("its past"));
+    assert_eq!(moments(&scene), 3);
+    Some((scene, small))
+}
+
+/// How much a comparison finds is not known before: it is counted before a moment goes, and none goes where all would not suffice.
+#[test]
+fn a_comparison_takes_as_much_of_the_past_as_it_needs_or_nothing() {
+    for method in ["compare", "rolling"] {
+        let Some((mut scene, small)) = crowded(&format!("moments that give way to {method}")) else { return };
+        fill_holes(&mut scene, 0..32 * MIB);
+        let failed = scene.sync(&["--method", method]).code(1);
+        failed.says(&["no space", "the replica is unchanged, and what had arrived"]);
+        assert!(!failed.stderr.contains("its past"), "{}", failed.stderr);
+        assert_eq!(moments(&scene), 3);
+        small.make_room();
+        scene.sync(&[]).ok();
+        drop((scene, small));
+        let Some((mut scene, _small)) = crowded(&format!("a moment that gives way to {method}")) else {
+            return;
+        };
+        fill_holes(&mut scene, 8 * MIB..14 * MIB);
+        let told = scene.sync(&["--method", method]).ok().summary();
+        assert!(told["warnings"].to_string().contains("oldest moments"), "{told}");
+        assert_eq!(told["method"], *method, "{told}");
+        assert!((1..3).contains(&moments(&scene)), "{}", moments(&scene));
+        scene.equal();
+    }
+}
+
+/// Whoever interrupts a sync that has dropped moments is told, and so is who syncs next.
+#[test]
+fn an_interrupted_sync_says_that_moments_were_dropped() {
+    let Some((mut scene, _small)) = crowded("moments that gave way to a sync that is interrupted") else {
+        return;
+    };
+    fill_holes(&mut scene, 8 * MIB..14 * MIB);
+    let undos = || {
+        let names =
+            std::fs::read_dir(scene.replica.with_file_name(".vm.raw.dsync")).expect("a folder").flatten();
+        names.filter(|entry| entry.file_name().to_string_lossy().starts_with("undo-0")).count()
+    };
+    let before = undos();
+    let mut sync = scene.sync(&["--method", "compare", "--bwlimit", "3M"]).start();
+    until("a moment is dropped", || undos() < before);
+    sync.signal(Signal::INT);
+    sync.output(Duration::from_secs(60)).says(&["interrupted", "oldest moments of its past were dropped"]);
+    let told = scene.sync(&[]).ok().summary()["warnings"].to_string();
+    assert!(told.contains("dropped to make room for a sync that did not end"), "{told}");
+    assert!(
+        !scene.sync(&["--method", "compare"]).ok().summary()["warnings"].to_string().contains("did not end")
+    );
 }
 
 /// A rewind that finds no room leaves the replica and its moments as they were, and works when there is some.

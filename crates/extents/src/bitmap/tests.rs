@@ -330,3 +330,14 @@ fn a_leaf_found_set_is_found_through_the_summary() {
         assert_eq!(missed.into_inner(), 0);
     }
 }
+
+#[test]
+fn memory_that_is_refused_is_told() {
+    let error = Bitmap::try_new(1 << 62).map(|bitmap| bitmap.blocks()).unwrap_err();
+    assert!(error.to_string().contains("ulimit -v"), "{error}");
+    assert_eq!(std::io::Error::from(error).kind(), std::io::ErrorKind::OutOfMemory);
+    assert!(Bitmap::try_new(0).unwrap().is_clean());
+    let map = Bitmap::try_new(100).unwrap();
+    map.set(3..5);
+    assert_eq!(map.count(), 2);
+}

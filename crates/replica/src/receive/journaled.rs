@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use delta::{Decoder, Encoder, Event, Frame, Header, Method, Unit};
+use delta::{Decoder, Encoder, Event, Frame, Header, Method, Unit, UnitKind};
 use device::Folder;
 
 use super::{Sink, Stop};
@@ -152,6 +152,9 @@ impl ToJournal {
         seen: impl FnOnce(&Frame),
     ) -> std::result::Result<(), Stop> {
         let Some(rolling) = &mut self.rolling else {
+            if unit.kind == UnitKind::Trailer {
+                self.file.keep().map_err(Stop::Journal)?;
+            }
             self.file.unit(&unit).map_err(Stop::Journal)?;
             if let Event::Frame(frame) = decoder.push(unit)? {
                 seen(&frame);
@@ -180,7 +183,7 @@ impl ToJournal {
             self.frames_end = self.bytes;
         }
         if let Some(encoder) = rolling.encoder.take_if(|_| whole) {
-            self.file.unit(&encoder.trailer()).map_err(Stop::Journal)?;
+            self.file.keep().and_then(|()| self.file.unit(&encoder.trailer())).map_err(Stop::Journal)?;
             self.bytes = self.file.len();
         }
         Ok(())
@@ -204,6 +207,11 @@ impl ToJournal {
         let (whole, cost) = self.complete(replica, decoder, toward, Growing::prepare)?;
         replica.set_prepared(whole.map(|contents| Prepared { contents, toward: toward.clone(), cost }));
         Ok(())
+    }
+
+    /// True if a part of it was only counted.
+    pub(super) fn is_counted(&self) -> bool {
+        self.file.is_counted()
     }
 
     /// True if moments were dropped to make room for it.
@@ -261,6 +269,17 @@ impl ToJournal {
         let contents = self.contents(decoder, decoder.is_complete());
         if let Err(e) = self.file.keep() {
             return Err(replica.journal_failed(self.gave_way(), e));
+        }
+        if self.is_counted() {
+            let holes = self.holes.as_ref().map_or(0, Holes::bytes);
+            if decoder.is_complete() {
+                replica.counted(self.bytes.saturating_add(holes));
+            }
+            if !self.file.may_fit(holes) {
+                return Err(replica.journal_failed(false, io::ErrorKind::StorageFull.into()));
+            }
+            replica.give_up_journal();
+            return Ok(());
         }
         replica.set_journal((!contents.segments.is_empty()).then_some(contents));
         Ok(())

@@ -344,6 +344,12 @@ impl DeltaReceiver<'_> {
         Ok(())
     }
 
+    /// True if room ran out, so that the rest is only counted: once its trailer was taken, [`DeltaReceiver::keep`] drops the delta, and it is to be
+    /// sent again. Nothing is given up for it before.
+    pub fn is_counted(&self) -> bool {
+        matches!(&self.sink, Sink::Journal(journal) if journal.is_counted())
+    }
+
     /// Goes on with what was taken, for a caller that has no unit at hand. False if there is nothing to go on with. What fails is told by
     /// the next unit, or by [`DeltaReceiver::finish`].
     pub fn advance(&mut self) -> bool {

@@ -10,7 +10,7 @@ use delta::{Compressor, Encoder, Epoch, Frame, Header, Method, encode_frame};
 use extents::Bitmap;
 use lineage::Lives;
 use link::{Received, Receiver, Sender};
-use source::{Batch, Batches, Handle};
+use source::{Batch, Batches, Handle, Reached};
 use uuid::Uuid;
 
 use super::epoch_hook::{EpochHook, Held};
@@ -534,7 +534,8 @@ impl<'a> MirrorSession<'a> {
         self.account.batch(report.bytes, report.sent, report.lag);
         (self.tell)(MirrorEvent::Batch(&report));
         if sent.ends {
-            self.handle.acknowledge(&self.bookmark, sent.epoch, 0)?;
+            let (was, state) = (Some(self.nonce), Some(sent.stream));
+            self.handle.acknowledge(&self.bookmark, Reached { was, state, ..Reached::epoch(sent.epoch) })?;
             (self.tell)(MirrorEvent::Epoch(sent.epoch.number));
             self.hook.iter().for_each(EpochHook::committed);
         }
