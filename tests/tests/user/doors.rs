@@ -123,6 +123,10 @@ fn a_peer_freezes_a_disk_for_a_tenth_of_the_time() {
     assert_eq!(failed.status.code(), Some(4), "{failed}");
     failed.says(&["longer than its limit of 1000 ms"]);
     pull().arg("--wait=1s").code(6).says(&["gave up after waiting", "no more than a tenth of the time"]);
+    // Nor does another listener freeze it.
+    let other = Offering::start(&tracked.site, &[device], &[]);
+    let source = other.source(device.to_str().expect("a name"));
+    near.dsync(["sync"]).arg(source).arg(near.path("copy.raw")).code(6).says(&["a tenth of the time"]);
     // The host's own syncs are not held up.
     tracked.site.sync(device, &tracked.site.path("own.raw"), &["--freeze", "require"]).ok();
 }
