@@ -12,7 +12,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 completions := bash-completion/completions/dsync zsh/site-functions/_dsync fish/vendor_completions.d/dsync.fish
 target := $(or $(CARGO_TARGET_DIR),target)
 
-.PHONY: all build bpf bpf-check demo test test-vm test-deb check deny msrv soak bench figures artifact install uninstall deb static test-static doc clean
+.PHONY: all build bpf bpf-check demo test test-vm test-deb check deny msrv soak fuzz bench figures artifact install uninstall deb static test-static doc clean
 
 all: build
 
@@ -84,6 +84,21 @@ soak:
 	@scripts/setup build test
 	$(CARGO) build --workspace --release
 	DSYNC_SOAK=1 DSYNC_BIN=$(abspath $(target))/release/dsync $(CARGO) test --workspace --release --no-fail-fast
+
+# Every fuzz target for so many minutes, one after the other: libFuzzer, with the coverage that any compiler can give. Inputs that fail are in
+# fuzz/artifacts; good ones are kept in fuzz/corpus, and the next run begins with them.
+MINUTES ?= 5
+FUZZ ?= delta_reader link_messages link_session nbd_server replica_state
+fuzz_host := $(shell uname -m)-unknown-linux-gnu
+fuzz: export RUSTFLAGS = --cfg fuzzing -Cpasses=sancov-module \
+	$(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 inline-8bit-counters pc-table trace-compares) \
+	-Cdebug-assertions=on -Coverflow-checks=on -Ccodegen-units=1
+fuzz:
+	@scripts/setup build
+	$(CARGO) build --release --manifest-path fuzz/Cargo.toml --target $(fuzz_host) --target-dir $(target)/fuzz
+	@for one in $(FUZZ); do mkdir -p fuzz/corpus/$$one fuzz/artifacts/$$one && \
+	$(target)/fuzz/$(fuzz_host)/release/$$one -max_total_time=$$(($(MINUTES) * 60)) -timeout=60 -print_final_stats=1 \
+		-artifact_prefix=fuzz/artifacts/$$one/ fuzz/corpus/$$one crates/delta/tests/golden || exit; done
 
 # Against the limit and the peers, side by side; results are printed and written to bench/results/.
 bench:

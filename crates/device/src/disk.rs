@@ -175,8 +175,15 @@ pub trait Disk: Send + Sync {
         false
     }
 
+    /// The error of what would change the disk, where that cannot be changed: what is not implemented of writing returns it.
+    fn read_only(&self) -> io::Error {
+        io::Error::new(io::ErrorKind::PermissionDenied, "this disk is only read")
+    }
+
     /// Writes `buf` at `offset`. Writing past the end is an error; a disk never grows by a write.
-    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()>;
+    fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
+        Err(self.read_only())
+    }
 
     /// Writes as [`Disk::write_at`] does, and returns when that much is durable. Other writes need not be.
     fn write_through(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
@@ -186,10 +193,14 @@ pub trait Disk: Send + Sync {
 
     /// Makes a range read as zeroes. With `unmap` the space may be deallocated; with `fast` the call fails with
     /// `Unsupported` where it would have to write the zeroes.
-    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()>;
+    fn zero(&self, _offset: u64, _len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
+        Err(self.read_only())
+    }
 
     /// Declares that a range is no longer needed.
-    fn discard(&self, offset: u64, len: u64) -> io::Result<()>;
+    fn discard(&self, _offset: u64, _len: u64) -> io::Result<()> {
+        Err(self.read_only())
+    }
 
     /// Makes sure that a write to this range finds room, beyond the disk's end too, where the disk can do that. What is there
     /// does not change.

@@ -1,6 +1,7 @@
 //! Negotiation, fixed newstyle, until both sides enter transmission.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use device::Queue;
@@ -54,7 +55,7 @@ pub(crate) fn negotiate(
                 reply.extend(opened.size.to_be_bytes());
                 reply.extend(transmission_flags(&opened.export, structured).to_be_bytes());
                 reply.resize(if talk.no_zeroes { 10 } else { 134 }, 0);
-                talk.send(&reply)?;
+                talk.enter(&reply)?;
                 return Ok(client.agree(queue));
             }
             OPT_ABORT => {
@@ -155,6 +156,12 @@ impl<'a> OptionStream<'a> {
 
     fn send(&mut self, bytes: &[u8]) -> Result<(), Disconnected> {
         self.stream.send_by(bytes, self.deadline)
+    }
+
+    /// Sends the last answer.
+    fn enter(&mut self, bytes: &[u8]) -> Result<(), Disconnected> {
+        self.stream.entered.store(true, Ordering::SeqCst);
+        self.send(bytes)
     }
 
     fn reply(&mut self, option: u32, kind: u32, data: &[u8]) -> Result<(), Disconnected> {
@@ -292,7 +299,11 @@ impl Client<'_> {
             inform(INFO_BLOCK_SIZE, &[block.min, block.preferred, block.max].map(u32::to_be_bytes).concat());
         }
         push_reply(&mut reply, option, REP_ACK, &[]);
-        talk.send(&reply)?;
+        if queue.is_some() {
+            talk.enter(&reply)?
+        } else {
+            talk.send(&reply)?
+        }
         Ok(queue)
     }
 

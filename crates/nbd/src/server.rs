@@ -20,7 +20,8 @@ use crate::transmission;
 /// Limits of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// The most connections. Further ones get an error and are closed.
+    /// The most connections. A further one takes the place of the oldest that has not chosen its export yet; if all have, it gets an
+    /// error and is closed.
     pub connections: usize,
     /// The time that a client has to choose its export.
     pub handshake: Duration,
@@ -80,7 +81,7 @@ struct RegistryState {
     /// Wakes each accepting thread.
     listeners: HashMap<u64, Arc<Bell>>,
     connections: HashMap<u64, Arc<Stream>>,
-    /// Connections over the limit that are getting an error.
+    /// Connections over the limit that are getting an error, or had to yield.
     turned_away: HashMap<u64, Arc<Stream>>,
 }
 
@@ -92,6 +93,18 @@ impl RegistryState {
 
     fn streams(&self) -> impl Iterator<Item = &Arc<Stream>> {
         self.connections.values().chain(self.turned_away.values())
+    }
+
+    /// Ends the oldest connection that is still negotiating: connections that only hold a place keep no client out.
+    fn make_room(&mut self) {
+        let waits = |(_, stream): &(&u64, &Arc<Stream>)| !stream.entered.load(Ordering::SeqCst);
+        let oldest = self.connections.iter().filter(waits).map(|(id, _)| *id).min();
+        // Its thread is counted until it has ended.
+        let oldest = oldest.filter(|_| self.turned_away.len() < TURNED_AWAY);
+        if let Some((id, stream)) = oldest.and_then(|id| self.connections.remove_entry(&id)) {
+            stream.cut();
+            self.turned_away.insert(id, stream);
+        }
     }
 
     fn is_idle(&self) -> bool {
@@ -259,6 +272,9 @@ impl Shared {
             let aborted = |why| Err(io::Error::new(io::ErrorKind::ConnectionAborted, why));
             if self.closing.load(Ordering::SeqCst) {
                 return aborted("the server is stopping");
+            }
+            if state.connections.len() >= self.limits.connections {
+                state.make_room();
             }
             full = state.connections.len() >= self.limits.connections;
             if full && state.turned_away.len() >= TURNED_AWAY {

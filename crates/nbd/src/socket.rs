@@ -4,6 +4,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,6 +18,8 @@ use rustix::net::{
 #[derive(Debug)]
 pub struct Stream {
     fd: OwnedFd,
+    /// The client has entered transmission: its connection yields to no other.
+    pub(crate) entered: AtomicBool,
 }
 
 /// The connection is over: closed, broken or stalled. There is no one left to report to.
@@ -41,7 +44,7 @@ impl From<UnixStream> for Stream {
         // The system's usual limit makes large replies go in several steps, each waiting for the client. A smaller buffer
         // than requested is not an error.
         let _ = sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER);
-        Stream { fd: stream.into() }
+        Stream { fd: stream.into(), entered: AtomicBool::new(false) }
     }
 }
 
@@ -50,7 +53,7 @@ impl From<TcpStream> for Stream {
         // Replies are already gathered before they are sent; holding them back would only add to the client's wait.
         let _ = sockopt::set_tcp_nodelay(&stream, true);
         let _ = sockopt::set_socket_keepalive(&stream, true);
-        Stream { fd: stream.into() }
+        Stream { fd: stream.into(), entered: AtomicBool::new(false) }
     }
 }
 

@@ -391,6 +391,25 @@ fn connections_beyond_the_limit_are_told_so() {
 }
 
 #[test]
+fn connections_that_choose_nothing_keep_no_client_out() {
+    let limits = Limits { connections: 3, ..Limits::default() };
+    let server = serve_one(Arc::new(RamDisk::new(4096)), limits, |_| {});
+    let mut chosen = Client::enter(&server, "disk", false, &[]);
+    let mut held: Vec<Client> = Vec::new();
+    for _ in 0..3 {
+        // These make the places full again, and one of them has begun to talk.
+        held.extend((0..3).map(|_| Client::connect(&server)));
+        held.last_mut().unwrap().option(3, &[]);
+        let mut next = Client::enter(&server, "disk", false, &[]);
+        assert_eq!(next.read_at(0, 4).len(), 4);
+        next.bye();
+    }
+    assert!(held[0].is_closed(), "the oldest one yields");
+    assert_eq!(chosen.read_at(0, 4).len(), 4);
+    assert!(server.connections() <= 3);
+}
+
+#[test]
 fn listens_on_unix_and_tcp() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");

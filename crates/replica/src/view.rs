@@ -475,10 +475,6 @@ impl Drop for Log {
     }
 }
 
-fn read_only() -> io::Error {
-    io::Error::new(io::ErrorKind::PermissionDenied, "a moment of a replica is read-only")
-}
-
 impl Disk for View {
     fn len(&self) -> u64 {
         self.shown.size
@@ -503,16 +499,8 @@ impl Disk for View {
         held.past.as_ref().map_or(Ok(()), |past| past.read(offset, buf))
     }
 
-    fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
-        Err(read_only())
-    }
-
-    fn zero(&self, _offset: u64, _len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
-        Err(read_only())
-    }
-
-    fn discard(&self, _offset: u64, _len: u64) -> io::Result<()> {
-        Err(read_only())
+    fn read_only(&self) -> io::Error {
+        io::Error::new(io::ErrorKind::PermissionDenied, "a moment of a replica is read-only")
     }
 
     fn flush(&self) -> io::Result<()> {

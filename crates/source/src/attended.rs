@@ -25,10 +25,6 @@ impl Attended {
     }
 }
 
-fn read_only() -> io::Error {
-    io::Error::new(io::ErrorKind::PermissionDenied, "this disk is only read")
-}
-
 impl Disk for Attended {
     fn len(&self) -> u64 {
         self.disk.len()
@@ -42,15 +38,6 @@ impl Disk for Attended {
     }
     fn read_cached(&self, offset: u64, buf: &mut [u8]) -> bool {
         self.disk.read_cached(offset, buf)
-    }
-    fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
-        Err(read_only())
-    }
-    fn zero(&self, _offset: u64, _len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
-        Err(read_only())
-    }
-    fn discard(&self, _offset: u64, _len: u64) -> io::Result<()> {
-        Err(read_only())
     }
     fn flush(&self) -> io::Result<()> {
         Ok(())
@@ -120,5 +107,15 @@ mod tests {
         for error in [read(1), disk.read_at(0, &mut [0; 512]), disk.allocated(0).map(drop)] {
             assert_eq!(error.unwrap_err().to_string(), "left");
         }
+    }
+
+    #[test]
+    fn a_disk_that_is_only_read_refuses_all_writes() {
+        let disk = Attended::new(Arc::new(RamDisk::new(4096)), Arc::new(|| Ok(())));
+        let writes = [disk.write_at(0, &[1]), disk.write_through(0, &[1]), disk.zero(0, 1, true, false)];
+        for refused in writes.into_iter().chain([disk.discard(0, 1), disk.resize(0)]) {
+            refused.unwrap_err();
+        }
+        assert_eq!(disk.write_at(0, &[1]).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 }

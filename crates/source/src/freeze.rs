@@ -3,17 +3,15 @@
 //! A separate process ([`Watchdog`]) thaws if the freeze lasts too long, or if the freezing process dies.
 //! Then the freeze is void, and [`Freeze::thaw`] fails.
 
-use std::collections::BTreeMap;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use device::Mount;
-use rustix::fs::FlockOperation;
+use device::{Boot, Dir, Mount};
+use rustix::fs::{FlockOperation, OFlags};
 
 use crate::watchdog::{FITHAW, OFF, Watchdog, WatchdogArgs};
 
@@ -198,32 +196,55 @@ impl Freeze {
 impl Drop for Freeze {
     fn drop(&mut self) {
         self.end();
-        rest(&self.devs, self.clock.began.elapsed(), Instant::now());
+        // The time that they had is over anyway.
+        let _ = Rests::here().and_then(|rests| rests.add(&self.devs, self.clock.began.elapsed(), uptime()));
     }
 }
 
-/// Until when file systems rest that this process has frozen.
-static RESTS: Mutex<BTreeMap<u64, Instant>> = Mutex::new(BTreeMap::new());
 /// A file system rests for so many times as long as it was frozen: it is frozen for at most a tenth of the time.
 const REST: u32 = 9;
 
-fn rests() -> MutexGuard<'static, BTreeMap<u64, Instant>> {
-    RESTS.lock().unwrap_or_else(|e| e.into_inner())
-}
+/// Until when file systems rest that were frozen, as all processes of this host know it: a file each, locked while it is read or written,
+/// with the boot and the nanoseconds since.
+pub(crate) struct Rests(Dir);
 
-/// File systems were frozen for so long until `now`. The attempts of one cut add up.
-fn rest(devs: &[u64], lasted: Duration, now: Instant) {
-    let mut rests = rests();
-    rests.retain(|_, until| *until > now);
-    for dev in devs {
-        *rests.entry(*dev).or_insert(now) += lasted * REST;
+impl Rests {
+    pub(crate) fn here() -> io::Result<Rests> {
+        Ok(Rests(Dir::open(&trackers::run_folder().join("rests"))?))
+    }
+
+    fn of(&self, dev: u64) -> io::Result<(File, Duration)> {
+        let name = format!("{}:{}", libc::major(dev), libc::minor(dev));
+        let file = self.0.file(&name, OFlags::RDWR | OFlags::CREATE, 0o600)?;
+        rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
+        let mut said = String::new();
+        (&file).read_to_string(&mut said)?;
+        let until = said.split_once(' ').filter(|(boot, _)| *boot == Boot::current().id);
+        let until = until.and_then(|(_, nanos)| nanos.parse().ok()).unwrap_or(0);
+        Ok((file, Duration::from_nanos(until)))
+    }
+
+    /// File systems were frozen for so long until `now`. The attempts of one cut add up.
+    fn add(&self, devs: &[u64], lasted: Duration, now: Duration) -> io::Result<()> {
+        devs.iter().try_for_each(|dev| {
+            let (file, until) = self.of(*dev)?;
+            let until = until.max(now) + lasted * REST;
+            let said = format!("{} {}", Boot::current().id, until.as_nanos());
+            file.set_len(0)?;
+            file.write_all_at(said.as_bytes(), 0)
+        })
+    }
+
+    /// True if one of these file systems rests at that moment.
+    pub(crate) fn any(&self, mounts: &[Mount], now: Duration) -> io::Result<bool> {
+        mounts.iter().try_fold(false, |rests, mount| Ok(rests || self.of(mount.dev)?.1 > now))
     }
 }
 
-/// True if one of these file systems rests at that moment.
-pub(crate) fn any_rests(mounts: &[Mount], now: Instant) -> bool {
-    let rests = rests();
-    mounts.iter().any(|mount| rests.get(&mount.dev).is_some_and(|until| *until > now))
+/// The time since the boot, of all processes.
+pub(crate) fn uptime() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(now.tv_sec.max(0) as u64, now.tv_nsec.max(0) as u32)
 }
 
 /// Writes out the caches of file systems.
@@ -299,19 +320,27 @@ mod tests {
     #[test]
     fn a_file_system_is_frozen_for_a_tenth_of_the_time() {
         let at = |dev| [Mount { places: Vec::new(), dev }];
-        let (now, second) = (Instant::now(), Duration::from_secs(1));
-        // Numbers that no other test has.
-        let devs = [u64::MAX, u64::MAX - 1];
-        assert!(!any_rests(&at(devs[0]), now));
-        rest(&devs, second, now);
+        let temp = tempfile::tempdir().unwrap();
+        // Those of two processes.
+        let [own, other] = [(); 2].map(|()| Rests(Dir::open(temp.path()).unwrap()));
+        let rests = |dev, now| own.any(&at(dev), now).unwrap();
+        let (now, second) = (uptime(), Duration::from_secs(1));
+        let devs = [1, 2];
+        assert!(!rests(1, now));
+        other.add(&devs, second, now).unwrap();
         for dev in devs {
-            assert!(any_rests(&at(dev), now + 9 * second - Duration::from_millis(1)));
-            assert!(!any_rests(&at(dev), now + 9 * second));
+            assert!(rests(dev, now + 9 * second - Duration::from_millis(1)));
+            assert!(!rests(dev, now + 9 * second));
         }
-        assert!(!any_rests(&at(u64::MAX - 2), now));
+        assert!(!rests(3, now));
         // The second attempt of a cut.
-        rest(&devs[..1], second, now + second);
-        assert!(any_rests(&at(devs[0]), now + 17 * second));
-        assert!(!any_rests(&at(devs[0]), now + 18 * second) && !any_rests(&at(devs[1]), now + 9 * second));
+        own.add(&devs[..1], second, now + second).unwrap();
+        assert!(rests(1, now + 17 * second));
+        assert!(!rests(1, now + 18 * second) && !rests(2, now + 9 * second));
+        // Of an earlier boot, or nonsense.
+        for said in [format!("x {}", u64::MAX), "?".into()] {
+            std::fs::write(temp.path().join("0:1"), said).unwrap();
+            assert!(!rests(1, now));
+        }
     }
 }

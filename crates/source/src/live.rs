@@ -6,7 +6,7 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use delta::Epoch;
 use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
@@ -19,7 +19,7 @@ use crate::SourceError;
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::convergence::Convergence;
 use crate::discard;
-use crate::freeze::{self, Freeze, FreezeError, Prepared};
+use crate::freeze::{self, Freeze, FreezeError, Prepared, Rests};
 use crate::history::History;
 use crate::lives;
 use crate::memory_view::{MemoryReader, MemoryView};
@@ -397,8 +397,11 @@ impl Live {
                 self.about.path.display()
             )));
         }
-        if options.for_peer && freeze::any_rests(&mounts, Instant::now()) {
-            return Err(SourceError::Rests(self.about.path.clone()));
+        if options.for_peer {
+            let rests = Rests::here().and_then(|rests| rests.any(&mounts, freeze::uptime()));
+            if rests.map_err(SourceError::state("look into", &trackers::run_folder()))? {
+                return Err(SourceError::Rests(self.about.path.clone()));
+            }
         }
         Ok(mounts)
     }

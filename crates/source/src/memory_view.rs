@@ -134,10 +134,6 @@ impl MemoryView {
     }
 }
 
-fn read_only() -> io::Error {
-    io::Error::new(io::ErrorKind::PermissionDenied, "a view is read-only")
-}
-
 impl Disk for MemoryView {
     fn len(&self) -> u64 {
         self.size
@@ -155,14 +151,8 @@ impl Disk for MemoryView {
         }
         Ok(())
     }
-    fn write_at(&self, _: u64, _: &[u8]) -> io::Result<()> {
-        Err(read_only())
-    }
-    fn zero(&self, _: u64, _: u64, _: bool, _: bool) -> io::Result<()> {
-        Err(read_only())
-    }
-    fn discard(&self, _: u64, _: u64) -> io::Result<()> {
-        Err(read_only())
+    fn read_only(&self) -> io::Error {
+        io::Error::new(io::ErrorKind::PermissionDenied, "a view is read-only")
     }
     fn flush(&self) -> io::Result<()> {
         Ok(())

@@ -96,10 +96,6 @@ impl View {
     }
 }
 
-fn read_only() -> io::Error {
-    io::Error::new(io::ErrorKind::PermissionDenied, "a view is read-only")
-}
-
 impl Disk for View {
     fn len(&self) -> u64 {
         self.size
@@ -115,14 +111,8 @@ impl Disk for View {
     fn read_cached(&self, offset: u64, buf: &mut [u8]) -> bool {
         self.disk.read_cached(offset, buf) && self.mend(offset, buf).is_ok() && self.still_kept().is_ok()
     }
-    fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
-        Err(read_only())
-    }
-    fn zero(&self, _offset: u64, _len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
-        Err(read_only())
-    }
-    fn discard(&self, _offset: u64, _len: u64) -> io::Result<()> {
-        Err(read_only())
+    fn read_only(&self) -> io::Error {
+        io::Error::new(io::ErrorKind::PermissionDenied, "a view is read-only")
     }
     fn flush(&self) -> io::Result<()> {
         Ok(())
@@ -179,7 +169,7 @@ impl Queue for ViewQueue {
             Kind::Read if done.result.is_ok() => done.result = self.mend(&mut done),
             Kind::Read | Kind::Flush => {}
             // Views are only given to readers, and the disk beneath is opened read-only.
-            _ => done.result = Err(read_only()),
+            _ => done.result = Err(self.view.read_only()),
         }
         Some(done)
     }

@@ -34,6 +34,11 @@ pub use tracked::{Follower, Frozen, Settings, TrackError, TrackedDisk};
 pub use tracker::Tracker;
 pub use tracker_lock::TrackerLock;
 
+/// Where processes of this host tell each other what holds at most until the machine stops: locks of trackers, rests of file systems.
+pub fn run_folder() -> std::path::PathBuf {
+    folder("DSYNC_RUN_DIR", "/run/dsync")
+}
+
 /// The folder that this variable of the environment names, else this one.
 fn folder(variable: &str, otherwise: &str) -> std::path::PathBuf {
     let named = std::env::var_os(variable).filter(|folder| !folder.is_empty());

@@ -1,6 +1,6 @@
 //! The lock for ending the epochs of a tracker.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use device::FolderLock;
@@ -14,11 +14,6 @@ pub struct TrackerLock {
     _lock: FolderLock,
 }
 
-/// Where the locks are kept: like a tracker, at most until the machine stops.
-fn holds() -> PathBuf {
-    crate::folder("DSYNC_RUN_DIR", "/run/dsync").join("trackers")
-}
-
 /// How long to wait for the lock: another sync may be just ending.
 const PATIENCE: Duration = Duration::from_millis(500);
 
@@ -29,7 +24,7 @@ impl TrackerLock {
         let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
         // Files in place of a device (in tests) share the device number of their file system.
         let name = if identity.is_block() { number } else { format!("{number}-{}", identity.ino) };
-        let place = holds().join(name);
+        let place = crate::run_folder().join("trackers").join(name);
         let until = Instant::now() + PATIENCE;
         loop {
             let taken = device::Dir::open(&place).and_then(|_| FolderLock::take(&place));

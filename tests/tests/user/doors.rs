@@ -5,13 +5,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dsync_tests::listener::{HOST, Listening, Offering, key, trust};
 use dsync_tests::mount::Loop;
 use dsync_tests::tracked::Tracked;
 use dsync_tests::{Background, Run, Scene, Site, got, need, need_root, until};
-use rustix::process::{Gid, Uid};
+use rustix::process::{Gid, Signal, Uid};
 use testing::stalled::{StalledWrite, is_freezing};
 
 const MIB: u64 = 1 << 20;
@@ -71,7 +71,7 @@ fn sockets_let_in_their_owner_whatever_the_umask() {
             let lets_in = if expected == 0o666 { Ok(()) } else { Err(io::ErrorKind::PermissionDenied) };
             assert_eq!(connected, lets_in, "{path:?}");
         }
-        server.signal(rustix::process::Signal::TERM);
+        server.signal(Signal::TERM);
         until("the server ends", || server.ended().is_some());
     }
 }
@@ -123,6 +123,10 @@ fn a_peer_freezes_a_disk_for_a_tenth_of_the_time() {
     assert_eq!(failed.status.code(), Some(4), "{failed}");
     failed.says(&["longer than its limit of 1000 ms"]);
     pull().arg("--wait=1s").code(6).says(&["gave up after waiting", "no more than a tenth of the time"]);
+    // Nor does another listener freeze it.
+    let other = Offering::start(&tracked.site, &[device], &[]);
+    let source = other.source(device.to_str().expect("a name"));
+    near.dsync(["sync"]).arg(source).arg(near.path("copy.raw")).code(6).says(&["a tenth of the time"]);
     // The host's own syncs are not held up.
     tracked.site.sync(device, &tracked.site.path("own.raw"), &["--freeze", "require"]).ok();
 }
@@ -155,11 +159,41 @@ fn work_for_a_peer_that_has_left_ends() {
         // By then it reads, and waits.
         std::thread::sleep(Duration::from_secs(1));
         client.killed();
-        let left = std::time::Instant::now();
+        let left = Instant::now();
         until("the session ends", || count("session failed") > failed);
         assert!(left.elapsed() < Duration::from_secs(10), "it went on for {:?}", left.elapsed());
         verify().arg("--wait=10s").ok();
     }
+}
+
+/// A line that is cut without a word, as where a network goes away, ends them as well, and so does a peer that stands still.
+#[test]
+fn work_for_a_peer_that_has_fallen_silent_ends() {
+    let (scene, far) =
+        (Scene::new("a peer that stands still", 16 * MIB), Listening::new(&["--timeout", "2s"]));
+    trust(&scene.site, HOST, &far.site, &[]);
+    trust(&far.site, "near", &scene.site, &["--for", "serve"]);
+    far.sync(&scene, &[]).ok();
+    let command = |name: &str| scene.site.dsync([name]).arg(&scene.image).arg(far.destination("vm.raw"));
+    let count = |word: &str| far.process().stderr_so_far().matches(word).count();
+    let falls_silent = |mut client: Background| {
+        let failed = count("session failed");
+        client.signal(Signal::STOP);
+        let silent = Instant::now();
+        until("the session ends", || count("session failed") > failed);
+        assert!(silent.elapsed() < Duration::from_secs(10), "it went on for {:?}", silent.elapsed());
+        far.site.dsync(["recover"]).arg(far.replica()).ok();
+        client.killed();
+    };
+    let started = count("session started");
+    let verify = command("verify").args(["--rate", "16K"]).start();
+    until("a session starts", || count("session started") > started);
+    // By then it reads, and waits.
+    std::thread::sleep(Duration::from_secs(1));
+    falls_silent(verify);
+    let mut mirror = command("mirror").start();
+    mirror.wait_to_say("mirroring to");
+    falls_silent(mirror);
 }
 
 /// A job runs commands as root: nobody else may have written it.
