@@ -195,7 +195,7 @@ fn whatever_is_said_both_ends_come_to_an_end() {
         usual(info);
     }));
     let mut random = Random::new("changed conversations");
-    let (mut done, mut broken, count) = (0, 0, rounds(15, 5_000));
+    let (mut done, mut broken, count) = (0, 0, rounds(8, 5_000));
     for round in 0..count {
         let place = Place::new();
         let mut disk = random.bytes(SIZE);
