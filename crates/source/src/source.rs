@@ -81,6 +81,12 @@ impl SourceOptions {
         }
         block_size
     }
+
+    /// How its disk is tracked. `lost`: what was written is not known, so nothing can be lost by a smaller disk.
+    fn settings(&self, block_size: u32, lost: bool, clock: Clock) -> Settings {
+        let allow_shrink = self.allow_shrink || lost;
+        Settings { block_size, region: self.region, intents: self.intents, allow_shrink, clock }
+    }
 }
 
 /// What a source must know of its file or device, besides its bytes.
@@ -584,13 +590,7 @@ impl Source {
             durable: closed.as_ref().filter(|_| lost.is_none() || spared.is_some()).map_or(0, |c| c.durable),
             served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
         };
-        let settings = Settings {
-            block_size: about.block_size,
-            region: options.region,
-            intents: options.intents,
-            allow_shrink: options.allow_shrink || lost.is_some(),
-            clock: backing.clock(),
-        };
+        let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = match verdict {
             Verdict::Trusted { power_lost } => (true, power_lost),
             Verdict::Unproven { power_lost, .. } if spared.is_some() => (true, power_lost),
