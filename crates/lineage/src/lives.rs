@@ -64,13 +64,13 @@ impl Lives {
         Lives { steps, whole }
     }
 
-    /// The same with a life that begins where it ends.
+    /// The same with a life that begins where it ends. Those in which nothing was committed go: a server that is started again and again
+    /// makes no long path.
     pub fn and(&self, life: Uuid) -> Lives {
-        let steps = [Point { life, n: 0 }].into_iter().chain(self.steps.iter().copied());
-        Lives {
-            steps: steps.take(Lives::MOST).collect(),
-            whole: self.whole && self.steps.len() < Lives::MOST,
-        }
+        let mut steps: Vec<Point> = [Point { life, n: 0 }].into_iter().chain(self.steps().copied()).collect();
+        let whole = self.whole && steps.len() <= Lives::MOST;
+        steps.truncate(Lives::MOST);
+        Lives { steps, whole }
     }
 
     /// The same, further in its last life: to number `n`, unless it goes further already.
@@ -280,6 +280,8 @@ mod tests {
         {
             assert_eq!(path("3:9 2:5 1:4").upto(n), path(to), "{n}");
         }
+        assert_eq!(path("3:0 2:5 1:4").and(Uuid::from_u128(4)), path("4:0 2:5 1:4"));
+        assert_eq!(path("1:0").and(Uuid::from_u128(4)), path("4:0 1:0"));
         // A life without a commit is passed over.
         assert_eq!(path("4:9 3:0 2:5").upto(5), path("2:5"));
         assert_eq!(path("3:9 2:5 1:4").and(Uuid::from_u128(4)).reaching(11), path("4:11 3:9 2:5 1:4"));

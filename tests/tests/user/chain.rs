@@ -338,7 +338,6 @@ fn what_a_restored_source_has_lost_is_not_overwritten_by_who_takes_over() {
     let disk = std::fs::read(&a.disk).expect("a disk");
     a.write([5], &mut random);
     sync(&a, &first, &[]);
-    // What comes from a file has no line.
     let delta = a.run(&["extract", "--since", &since]).ok().stdout;
     piped.run(&["merge"]).input(delta).ok();
     std::fs::write(&a.disk, disk).expect("a disk");
@@ -351,7 +350,7 @@ fn what_a_restored_source_has_lost_is_not_overwritten_by_who_takes_over() {
     }
     let about = std::fs::read_to_string(a.state_file("source")).expect("a source");
     let about: Value = serde_json::from_str(&about).expect("JSON");
-    assert_eq!(about["line"]["terms"].as_array().map(Vec::len), Some(1), "{about}");
+    assert_eq!(about["lives"]["steps"].as_array().map(Vec::len), Some(2), "{about}");
     for block in 11..16 {
         a.write([block], &mut random);
         a.run(&["checkpoint"]).ok();
@@ -425,7 +424,9 @@ fn a_step_back_on_ones_own_branch_leaves_all_that_was_before_known() {
         c.run(&["rewind", "--to", &epoch]).ok();
         let lineage = std::fs::read_to_string(folder(&c).join("lineage")).expect("a lineage");
         let lineage: Value = serde_json::from_str(&lineage).expect("JSON");
-        assert_eq!(lineage["line"]["terms"].as_array().map(Vec::len), Some(1), "{lineage}");
+        // From the first life of the disk to the epoch.
+        let at = lineage["lives"]["steps"][0]["n"].as_u64().map(|n| (n >> 24).to_string());
+        assert_eq!((at, &lineage["lives"]["whole"]), (Some(epoch), &Value::Bool(true)), "{lineage}");
         c.force();
         c.write([4], &mut random);
         sync(&c, &a, &[]);
