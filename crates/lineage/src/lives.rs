@@ -109,8 +109,10 @@ impl Lives {
         let Some(at) = known.steps.iter().position(|step| step.life == oldest.life) else {
             return self.clone();
         };
-        let steps = self.steps.iter().chain(&known.steps[at + 1..]);
-        Lives { steps: steps.copied().collect(), whole: known.whole }
+        let mut steps: Vec<Point> = self.steps.iter().chain(&known.steps[at + 1..]).copied().collect();
+        let whole = known.whole && steps.len() <= Lives::MOST;
+        steps.truncate(Lives::MOST);
+        Lives { steps, whole }
     }
 
     /// True if nothing is known of it.
@@ -271,6 +273,16 @@ mod tests {
             assert_eq!(whole.since(&known), path(sent));
             assert_eq!(path(sent).onto(&known), whole);
         }
+    }
+
+    #[test]
+    fn the_longest_path_grows_no_longer() {
+        let life = |number: usize| Uuid::from_u128(number as u128 + 1);
+        let lives = |at: usize| Point { life: life(at), n: at as u64 + 1 };
+        let longest = Lives::of((0..Lives::MOST).rev().map(lives).collect(), true);
+        let next = longest.and(life(Lives::MOST)).reaching(1 << 20);
+        assert!(next.is_sound() && !next.is_whole());
+        assert_eq!(next.since(&longest).onto(&longest), next);
     }
 
     #[test]

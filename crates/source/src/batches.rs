@@ -70,7 +70,7 @@ impl Batches {
         let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive());
         let lives = self.about.lives.clone().reaching(at.n).upto(at.n);
         if lives.tip() != Some(&at) {
-            return Err(SourceError::Server("it is of a life that did not lead to this source".into()));
+            return Err(SourceError::Server("it went on in a life that has ended: start it again".into()));
         }
         Ok(Some(Batch { lives, epoch, changes: Arc::new(changes), view: Arc::new(view), number }))
     }

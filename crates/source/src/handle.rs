@@ -267,16 +267,18 @@ impl Handle {
         lives::lives(&*self.folder, &self.known()?, self.last_epoch()?)
     }
 
-    /// Begins a life where it is now: what follows is a branch of its own, as a replica knows other epochs that followed. That of a server
-    /// has begun with it.
+    /// Begins a life where it is now: what follows is a branch of its own, as a replica with these lives knows others that followed. The life of a
+    /// server has begun with it, but for one that went back together with its memory: no batch of that is taken any more.
     ///
     /// # Errors
     /// If it cannot be written down.
-    pub fn branch(&self) -> Result<(), SourceError> {
-        if self.is_served() {
+    pub fn branch(&self, theirs: &Lives) -> Result<(), SourceError> {
+        let mut known = self.known()?;
+        let present = known.lives.lives().first().map(|life| life.life);
+        if self.is_served() && present.is_none_or(|life| theirs.left(life).is_none()) {
             return Ok(());
         }
-        lives::begin(&*self.folder, &mut self.known()?, self.last_epoch()?)
+        lives::begin(&*self.folder, &mut known, self.last_epoch()?)
     }
 
     /// What its folder says of it now.

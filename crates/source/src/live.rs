@@ -25,7 +25,7 @@ use crate::lives;
 use crate::memory_view::{MemoryReader, MemoryView};
 use crate::source::{Backing, open_reader};
 use crate::stamp::ImageStamp;
-use crate::state::{About, StateDir, write_about};
+use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Tally;
 use crate::view::View;
 
@@ -186,7 +186,7 @@ impl Live {
         let block_size = tracker.block_size();
         let about = About { path, ..About::new(uuid, identity, block_size) };
         let about = match known {
-            Some((_, known)) => about.in_term_of(known),
+            Some((_, known)) => about.in_term_of(about_in(&folder)?.unwrap_or(known)),
             None => about,
         };
         let mut live = Self::over(about, disk, Arc::new(folder), tracker)?;

@@ -116,8 +116,13 @@ impl Batches {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::ABOUT;
-    use device::Dir;
+    use std::sync::Arc;
+
+    use device::{Dir, Disk};
+
+    use crate::handle::Handle;
+    use crate::source::{Source, SourceOptions};
+    use crate::state::{ABOUT, StateDir};
 
     fn scene() -> (tempfile::TempDir, Dir, About) {
         let place = tempfile::tempdir().unwrap();
@@ -177,6 +182,32 @@ mod tests {
         open(&folder, &mut about, epoch(1), true).unwrap();
         let after = lives(&folder, &about, epoch(2)).unwrap();
         assert!(after.has(&noted) && !after.has(&forgotten), "{after:?}");
+    }
+
+    /// Its process goes on in its life, and a replica knows batches of that which it does not.
+    #[test]
+    fn a_server_that_went_back_with_its_memory_goes_on_in_another_life() {
+        let place = tempfile::tempdir().unwrap();
+        let disk = place.path().join("disk");
+        std::fs::File::create_new(&disk).and_then(|file| file.set_len(1 << 20)).unwrap();
+        let state = StateDir::find(Some(&place.path().join("state")));
+        let source = Source::open(&state, &disk, &SourceOptions::default()).unwrap();
+        source.checkpoint(false).unwrap();
+        let source = Arc::new(source);
+        let handle = Handle::of_server(&source).unwrap();
+        let served = handle.lives().unwrap();
+        let life = served.lives()[0].life;
+        // One of another source says nothing, and one that is further in this life does.
+        handle.branch(&Lives::first(Uuid::from_u128(7))).unwrap();
+        assert_eq!(handle.lives().unwrap(), served);
+        let later = served.clone().reaching(Point::number(1, 9));
+        handle.branch(&later).unwrap();
+        source.disk().write_at(0, &[7; 4096]).unwrap();
+        source.checkpoint(false).unwrap();
+        let now = handle.lives().unwrap();
+        assert!(now.lives()[0].life != life && now.tip().unwrap().cut() == 2, "{now:?}");
+        assert_eq!(now.relation(&later), lineage::Branch::Forked(*served.tip().unwrap()));
+        drop(handle);
     }
 
     #[test]

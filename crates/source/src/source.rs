@@ -440,7 +440,8 @@ impl Source {
         }
         let about = About::new(uuid, identity.clone(), block_size);
         let about = match known {
-            Some((_, known)) => about.in_term_of(known),
+            // Read again: the process that held it may have begun a life.
+            Some((_, known)) => about.in_term_of(about_in(&folder)?.unwrap_or(known)),
             None => about,
         };
         write_about(&folder, &about)?;

@@ -70,7 +70,7 @@ pub(crate) fn note_older(handle: &Handle, status: &Status, options: &SyncOptions
     if !options.adopt && is_older(handle, status)? {
         handle.outdate("its state was restored from a copy");
         // Where it cannot be written, this replica is refused all the same.
-        let _ = handle.branch();
+        let _ = handle.branch(&status.replica.role.lives);
     }
     Ok(())
 }

@@ -57,7 +57,9 @@ impl LastWord<'_> {
         let told = (|| {
             let status = open(&sender, &receiver, &request, None)?;
             if let Some(primary) = status.primary {
-                return match primary.lives.leads_over(&self.demoted.lives) {
+                // Of a copy of the source, the same number is another epoch.
+                let same = primary.common.is_none_or(|common| common == released.epoch);
+                return match same && primary.lives.leads_over(&self.demoted.lives) {
                     true => Ok(Some(primary.term)),
                     false => Err(self.went_another_way(destination, &primary)),
                 };
