@@ -144,7 +144,8 @@ impl FileDisk {
         match open_file(path, options, flags) {
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
                 refuse_used(path)?;
-                Err(fail(e))
+                // Who had it has let go of it meanwhile.
+                Self::new(open_file(path, options, flags).map_err(fail)?, path, options)
             }
             Err(e) => Err(fail(e)),
             Ok(file) => Self::new(file, path, options),

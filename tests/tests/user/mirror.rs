@@ -465,8 +465,8 @@ fn after_a_cut_only_what_is_missing_is_sent() {
     assert_eq!(number(&summary, "syncs"), 1, "batches went on from where they were: {summary}");
     let (carried, _) = far.carried();
     let payload = dirtied * BLOCK;
-    // What was on its way at each cut is sent again: on a busy machine that is more.
-    assert!(carried < payload + payload / 10, "{carried} bytes were carried for {payload} that changed");
+    // What was on its way at each cut is sent again: on a busy machine that is more. A sync would send all since the epoch.
+    assert!(carried < payload + payload / 4, "{carried} bytes were carried for {payload} that changed");
     assert_eq!(number(&summary, "broken"), 3, "{summary}");
 }
 
