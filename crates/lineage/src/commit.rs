@@ -33,11 +33,6 @@ impl Point {
     pub fn cut(&self) -> u64 {
         self.n >> BATCH_BITS
     }
-
-    /// The batches since.
-    pub fn batches(&self) -> u64 {
-        self.n & Point::MOST_BATCHES
-    }
 }
 
 impl fmt::Display for Point {
