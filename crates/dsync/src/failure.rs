@@ -120,7 +120,7 @@ pub(crate) fn text(error: &anyhow::Error) -> String {
     if text.contains("(os error 27)") {
         text.push_str(" for the file system, or for the limit of \"ulimit -f\"");
     }
-    // ENOMEM of a mapping or a thread, which is no error of this machine as a rule.
+    // ENOMEM of a mapping or a thread: usually a limit, and seldom that the machine has no memory.
     if text.contains("(os error 12)") {
         text.push_str(": raise the limit of memory of this process (\"ulimit -v\", LimitAS= of a unit)");
     }

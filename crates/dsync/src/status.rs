@@ -588,7 +588,7 @@ impl ReplicaStatus {
         }
     }
 
-    /// True if what it holds is no moment of its source, and is called neither by that nor by what is known of it besides.
+    /// True if it does not hold one moment of its source, and nothing else that is said of it tells so.
     fn is_begun(&self) -> bool {
         self.demoted.is_none()
             && self.state == State::Incomplete

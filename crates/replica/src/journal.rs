@@ -447,7 +447,7 @@ impl Growing {
         self.written + self.pending.len() as u64 + self.counting.as_ref().map_or(0, |it| it.bytes)
     }
 
-    /// True if a part of it was only counted, so that it is no journal.
+    /// True if a part of it was only counted: such a journal is never sealed.
     pub(crate) fn is_counted(&self) -> bool {
         self.counting.is_some()
     }
