@@ -104,6 +104,9 @@ pub(crate) enum Command {
         run by the host that has the replica\n  \
         dsync sync --adopt backup:/srv/vm.raw /srv/vm.raw\n      \
         restore a disk from its replica\n  \
+        dsync sync vm near:/srv/vm.raw --save-there /srv/lost.delta\n      \
+        the old source is back after a failover: save there what only it has,\n      \
+        and send the differences\n  \
         dsync sync --group db backup:/srv\n      \
         all disks of a group, as they were at one moment\n\n\
         One end may be on another host, where dsync is installed too. A path with a slash before its colon \
@@ -376,8 +379,9 @@ pub(crate) enum Command {
         A promoted replica accepts no deltas. Its term, which status shows, is one higher than that of the \
         source it followed; two sources with the same id that meet are told apart by it and refused, before \
         anything is written.\n\n\
-        When the old source returns, run \"dsync demote\" there and sync to it: that sends what was written \
-        on either side since, and nothing else. docs/failover.md shows all of it.")]
+        When the old source returns, sync to it with --save-there FILE: that saves what only it has, makes it \
+        a replica, and sends what was written on either side since, and nothing else. docs/failover.md shows \
+        all of it.")]
     Promote(Promote),
 
     /// Make a source a replica, of the one that was or will be promoted
@@ -386,20 +390,15 @@ pub(crate) enum Command {
         a planned switch: sync a last time, and tell the replica\n  \
         dsync demote --job vm-far\n      \
         the same, with all that /etc/dsync/vm-far.conf says of it\n  \
-        dsync demote /srv/vm.raw --save lost.delta\n      \
-        the old source is back after a failover\n  \
-        dsync demote /srv/vm.raw --discard\n  \
+        dsync demote /srv/vm.raw\n      \
+        another disk has taken over: this one is to be written to no more\n  \
         dsync demote --group db far:/srv/db\n      \
-        all disks of a group\n  \
-        dsync demote --group db --since data.raw=7 --since log.raw=5 --save /srv/lost\n  \
-        dsync inspect lost.delta\n      \
-        what was saved\n\n\
+        all disks of a group\n\n\
         Nothing may have the disk open: stop its server first. With DST, the replica there is brought up to \
         date and told that there was no more, so that it can be promoted without --force; if telling it \
         fails, run the command again.\n\n\
-        Without DST, what was written here since the last epoch that the new source is known to have is \
-        named, and has to be saved or discarded. The next sync to this disk overwrites it, and sends the \
-        differences alone.")]
+        Without DST, the disk only ends to be a source: it keeps what was written to it, and a sync to it \
+        from the disk that took over says what that would overwrite, and takes --save-there or --discard-there.")]
     Demote(Demote),
 
     /// Demonstrate dsync on a scratch disk, in under a minute
@@ -671,6 +670,39 @@ impl BeginArgs {
     }
 }
 
+/// What becomes of what only the destination has.
+#[derive(Debug, Args)]
+#[command(next_help_heading = METHOD)]
+pub(crate) struct ConsentArgs {
+    /// Save what was written to DST since it went its own way as a delta in this new file on its host, and overwrite it; with --group, as
+    /// DISK.delta for each disk in this folder there
+    #[arg(long, value_name = "FILE", conflicts_with = "discard_there")]
+    pub save_there: Option<PathBuf>,
+    /// Overwrite what was written to DST since it went its own way, without saving it
+    #[arg(long)]
+    pub discard_there: bool,
+}
+
+impl ConsentArgs {
+    /// What is consented to, of a destination that is on another host or not.
+    ///
+    /// # Errors
+    /// [`Failure::usage`] for a relative path on another host.
+    pub(crate) fn give_up(&self, is_far: bool) -> Result<Option<sync::GiveUp>, Failure> {
+        match &self.save_there {
+            None => Ok(self.discard_there.then_some(sync::GiveUp::Discard)),
+            Some(file) if is_far && !file.is_absolute() => Err(Failure::usage(format!(
+                "--save-there names a file on the destination's host: give the absolute path of {}",
+                file.display()
+            ))),
+            Some(file) => match std::path::absolute(file) {
+                Ok(file) => Ok(Some(sync::GiveUp::Save(file))),
+                Err(error) => Err(Failure::failed(format!("cannot find {}: {error}", file.display()))),
+            },
+        }
+    }
+}
+
 /// Whether data is compressed.
 #[derive(Debug, Args)]
 #[command(next_help_heading = REMOTE)]
@@ -861,6 +893,8 @@ pub(crate) struct Sync {
     pub cycles: CyclesArg,
     #[command(flatten)]
     pub begin: BeginArgs,
+    #[command(flatten)]
+    pub consent: ConsentArgs,
     #[command(flatten)]
     pub far: FarArgs,
     #[command(flatten)]
@@ -1354,21 +1388,11 @@ pub(crate) struct Demote {
     pub source: Option<String>,
     /// Path of the replica that will be promoted; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the
     /// replicas
-    #[arg(value_name = "[[USER@]HOST:]DST", conflicts_with_all = ["save", "discard", "since"])]
+    #[arg(value_name = "[[USER@]HOST:]DST")]
     pub destination: Option<String>,
     /// Demote all members of this group together
     #[arg(long, value_name = "NAME", conflicts_with_all = ["own_journal_dir", "journal_dir"])]
     pub group: Option<String>,
-    /// Write what was written here since as a delta to this new file; with --group, to DISK.delta for each disk in this folder
-    #[arg(long, value_name = "FILE", conflicts_with = "discard")]
-    pub save: Option<PathBuf>,
-    /// Give up what was written here since
-    #[arg(long)]
-    pub discard: bool,
-    /// Last epoch in common with the new source, or name of a checkpoint [default: the oldest epoch of a replica]; with --group,
-    /// DISK=EPOCH, once for each disk
-    #[arg(long, value_name = "EPOCH|NAME")]
-    pub since: Vec<String>,
     /// Print what would be done and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,

@@ -117,7 +117,7 @@ pub(crate) fn not_promoted(error: SyncError, path: &Path, has_begun: bool) -> an
 }
 
 pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
-    let way_back = format!("dsync demote --since {} --save FILE SRC", promotion.common());
+    let way_back = format!("dsync sync {} SRC --save-there FILE", promotion.path.display());
     let rewind = format!("dsync rewind {}", promotion.path.display());
     say_promotion_with(promotion, (&way_back, &rewind), output);
     let Some((name, dir)) = &promotion.group else { return };
@@ -133,8 +133,8 @@ pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
     });
 }
 
-/// The same with the commands that make a replica of the old source, and that list the moments that are kept.
-pub(crate) fn say_promotion_with(promotion: &Promotion, (demote, rewind): (&str, &str), output: &Output) {
+/// The same with the commands that make a replica of the old source, which saves what that has, and that list the moments that are kept.
+pub(crate) fn say_promotion_with(promotion: &Promotion, (back, rewind): (&str, &str), output: &Output) {
     let done = match (promotion.dry_run, promotion.completed) {
         (true, _) => "would become",
         (false, true) => "is now (its promotion was interrupted)",
@@ -193,7 +193,7 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, (demote, rewind): (&str,
     if let Some(gave) = &promotion.gave_up {
         output.say(&format!(
             "  nothing that was written to it is lost; what its old source wrote after epoch {} is given up, as it was when this disk was promoted to \
-             term {}. If that source returns, run \"{demote}\" there before anything uses it",
+             term {}. If that source returns, let nothing use it: \"{back}\" makes it a replica, and saves that",
             gave.began.number, gave.term
         ));
         return;
@@ -207,7 +207,8 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, (demote, rewind): (&str,
         None => "nothing is known of that".into(),
     };
     output.say(&format!(
-        "  what its old source wrote after that is given up: {more}. If it returns, run \"{demote}\" there before anything uses it"
+        "  what its old source wrote after that is given up: {more}. If it returns, let nothing use it: \"{back}\" makes it a replica, and saves \
+         that"
     ));
 }
 
@@ -238,15 +239,7 @@ pub(crate) fn demote(
     if let Some(host) = ends.as_ref().and_then(|ends| ends.source.host.as_ref()) {
         return Err(Failure::usage(format!("{source} is on another host: run this on {host}")).into());
     }
-    let since = match args.since.as_slice() {
-        [] => None,
-        [one] => Some(one.clone()),
-        _ => return Err(Failure::usage("give --since once: several are for the disks of a group").into()),
-    };
     let options = DemoteOptions {
-        since,
-        save: args.save.clone(),
-        discard: args.discard,
         dry_run: args.dry_run,
         journal_dir: args.own_journal_dir.clone(),
         open: crate::source_options(&args.open)?,
@@ -405,8 +398,6 @@ pub(crate) fn say_demotion(summary: &DemoteSummary, output: &Output) {
     if let Some(file) = &summary.saved {
         output.say(&format!("  what was written since is saved in {0}: dsync inspect {0}", file.display()));
     } else if summary.again && summary.bytes_unsure.is_some_and(|bytes| bytes > 0) {
-        output.say(&format!(
-            "  the next sync to it overwrites what was written since; \"dsync demote --save FILE {path}\" says how it can be kept"
-        ));
+        output.say("  the next sync to it overwrites what was written since, unless it is one with --save-there FILE");
     }
 }

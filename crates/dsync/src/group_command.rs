@@ -1,6 +1,7 @@
 //! `dsync sync --group` and `dsync mirror --group`: all disks of a group, as they were at one moment.
 
 use std::cell::Cell;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
@@ -8,14 +9,14 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use source::{GroupHandle, SourceError, StateDir};
 use sync::{
-    CutHook, GroupEvent, GroupMirror, GroupMirrorSummary, GroupSummary, Summary, SyncError, SyncOptions,
-    Turns,
+    CutHook, GiveUp, GroupEvent, GroupMirror, GroupMirrorSummary, GroupSummary, Summary, SyncError,
+    SyncOptions, Turns,
 };
 
 use crate::args::{self, CommitArg, MethodArg};
 use crate::failure::Failure;
 use crate::hook::Hook;
-use crate::location::Location;
+use crate::location::{Ends, Location};
 use crate::mirroring::{Mirroring, Receiving};
 use crate::output::Output;
 use crate::steering::Steering;
@@ -58,12 +59,14 @@ pub(crate) fn sync(
     let destination = Location::folder(&args.source)?;
     let hook = sync_command::hook(&args.live.hook, name, &args.source);
     let options = sync_command::options(args, steering, destination.host.is_some())?;
-    let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
+    args.consent.give_up(destination.host.is_some())?;
+    let mut options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
     let (dir, shown) = destination.place()?;
     let group = attach(name, args, state)?;
     group.members().iter().for_each(|handle| effect::on_size(&handle.into(), output));
     let progress = |done, total| output.progress(done, total);
     let pushed = (|| -> Result<_> {
+        give_up(&group, &destination, (args, &mut options), state, output)?;
         let (link, receiving) = destination.connect(&args.far, state)?;
         let pushed = sync::push_group(&group, link, &dir, &shown, &options, &progress);
         if let Some(receiving) = receiving {
@@ -78,6 +81,38 @@ pub(crate) fn sync(
     closed?;
     tell(&summary, &members, output);
     Ok(0)
+}
+
+/// Has the disks of a group in a folder give up what only they have, one after the other: what is cut off is done again.
+fn give_up(
+    group: &GroupHandle,
+    destination: &Location,
+    (args, options): (&args::Sync, &mut SyncOptions),
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
+    let Some(how) = options.give_up.take() else { return Ok(()) };
+    for (handle, file) in group.members().iter().zip(group.files()) {
+        let how = match &how {
+            GiveUp::Save(folder) => GiveUp::Save(folder.join(format!("{file}.delta"))),
+            GiveUp::Discard => GiveUp::Discard,
+        };
+        let own = SyncOptions { give_up: Some(how), ..options.clone() };
+        let source = Location::parse(&handle.about().path.to_string_lossy())?;
+        let ends = Ends { source, destination: destination.within(Path::new(file)) };
+        let given_up = ends.converse(&args.far, state, None, |link, path, name| {
+            sync::give_up_member(handle, link, (path, name), &own)
+        });
+        let (given_up, compares) = given_up?;
+        // A sync that adopts compares all of them.
+        options.adopt |= compares;
+        options.overwrite |= compares;
+        let (_, name) = ends.destination.place()?;
+        given_up
+            .iter()
+            .for_each(|given_up| sync_command::say_given_up(&name, given_up, args.dry_run, output));
+    }
+    Ok(())
 }
 
 /// Runs a mirror until a signal ends it.

@@ -28,8 +28,7 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     heed_rehearsals(&dir, state, args.dry_run, output)?;
     let promotion =
         sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir, true))?;
-    let epochs = promotion.members.iter().map(|member| (member.file.as_str(), member.common()));
-    let way_back = sync::demotion_since(&promotion.group, epochs);
+    let way_back = format!("dsync sync --group {} DIR --save-there FOLDER", promotion.group);
     let rewind = format!("dsync rewind --group {}", dir.display());
     for member in &promotion.members {
         member.recovered.iter().for_each(|recovered| output.warn(recovered));
@@ -91,22 +90,7 @@ pub(crate) fn demote(
         let how = "--group takes the folder of the replicas alone: the sources are the members of the group";
         return Err(Failure::usage(how).into());
     }
-    if destination.is_some() && (args.save.is_some() || args.discard || !args.since.is_empty()) {
-        return Err(Failure::usage(
-            "with the folder of the replicas, what was written is synced: omit --since, --save and --discard",
-        )
-        .into());
-    }
-    let each = args.since.iter().map(|since| match since.rsplit_once('=') {
-        Some((disk, epoch)) => Ok((disk.to_owned(), epoch.to_owned())),
-        None => Err(Failure::usage(format!(
-            "--since {since} names no disk: with --group, give --since DISK=EPOCH for each disk"
-        ))),
-    });
     let options = DemoteOptions {
-        each: each.collect::<Result<_, _>>()?,
-        save: args.save.clone(),
-        discard: args.discard,
         dry_run: args.dry_run,
         open: crate::source_options(&args.open)?,
         ..DemoteOptions::default()

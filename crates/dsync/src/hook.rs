@@ -221,7 +221,7 @@ pub(crate) fn on_failure(command: &str, code: u8, message: &str, output: &Output
     let environment = [
         ("DSYNC_JOB", job),
         ("DSYNC_EXIT_CODE", code.to_string()),
-        ("DSYNC_MESSAGE", link::printable(message).into_owned()),
+        ("DSYNC_MESSAGE", link::printable(&message.replace('\n', ". ")).into_owned()),
     ];
     let why = match Running::start(command, &environment) {
         Err(error) => format!("cannot be started: {error}"),

@@ -298,7 +298,7 @@ impl Ends {
             SyncError::Far { message, class } => SyncError::Far { message: self.told(&message), class },
             own => {
                 let message = own.to_string();
-                match message.contains("SRC DST") {
+                match message.contains("SRC DST") || message.contains("DST SRC") {
                     true => SyncError::Far { message: self.with_ends(&message), class: own.class() },
                     false => own,
                 }
@@ -308,7 +308,7 @@ impl Ends {
 
     /// The commands that a message names, with both ends.
     fn with_ends(&self, message: &str) -> String {
-        message.replace("SRC DST", &format!("{} {}", self.source.name, self.destination.name))
+        sync::with_ends(message, &self.source.name, &self.destination.name)
     }
 
     /// What the other side said, in the same way.

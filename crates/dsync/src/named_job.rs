@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Command, CommandFactory as _};
+use clap::{Command, CommandFactory as _};
 
 use crate::args::Cli;
 use crate::failure::Failure;
@@ -46,7 +46,7 @@ fn resolve_in(folder: &Path, words: Vec<OsString>) -> Result<Vec<OsString>> {
     let job = Job::read(folder, name)?;
     let given = given(&words, command);
     let mut all: Vec<OsString> = vec!["dsync".into(), command.into()];
-    all.extend(subjects(&job, command, own)?);
+    all.extend(subjects(&job, command)?);
     all.extend(job.options(&SHARED, command, &given)?);
     all.extend(given);
     Ok(all)
@@ -80,20 +80,16 @@ fn given(words: &[OsString], command: &str) -> Vec<OsString> {
 }
 
 /// What a command is about.
-fn subjects(job: &Job, command: &str, own: &ArgMatches) -> Result<Vec<OsString>> {
+fn subjects(job: &Job, command: &str) -> Result<Vec<OsString>> {
     let [source, destination, group] = ["source", "destination", "group"].map(|key| job.value(key));
     let Some(destination) = destination else {
         return Err(job.misfit(&format!("it has no destination, which \"dsync {command}\" is about")));
     };
-    let given = |id: &str| own.value_source(id) == Some(ValueSource::CommandLine);
     let words: Vec<&str> = match (command, group, source) {
         ("verify", Some(_), _) => {
             return Err(job.misfit("it is of a group: name one of its disks, and the replica of that"));
         }
         ("verify", None, Some(source)) => vec![source, destination],
-        // What was written is saved or given up, and the other side not reached.
-        ("demote", Some(group), _) if given("save") || given("discard") => vec!["--group", group],
-        ("demote", None, Some(source)) if given("save") || given("discard") => vec![source],
         ("demote", Some(group), _) => vec!["--group", group, destination],
         ("demote", None, Some(source)) => vec![source, destination],
         ("promote" | "rewind", group, _) => {
@@ -141,7 +137,6 @@ mod tests {
             &["--json", "demote", "--job=vm-far", "-n"],
             &format!("dsync demote vm far:/srv/vm.raw {options} --json -n"),
         );
-        is(&["demote", "--job", "vm-far", "--discard"], &format!("dsync demote vm {options} --discard"));
         is(
             &["verify", "-e", "ssh", "--job", "vm-far", "--repair"],
             "dsync verify vm far:/srv/vm.raw --bwlimit=1M --state-dir=/var/lib/other -e ssh --repair",

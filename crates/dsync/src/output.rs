@@ -243,9 +243,10 @@ fn object(message_type: &str, value: &impl Serialize) -> Option<String> {
     Some(Value::Object(all).to_string())
 }
 
-/// A line, escaped so that names and messages of others cannot affect a terminal or a log.
+/// Lines, escaped so that names and messages of others cannot affect a terminal or a log. All but the first are indented, so that they
+/// pass for no message of their own.
 fn to_stderr(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{}", link::printable(text));
+    let _ = writeln!(std::io::stderr(), "{}", link::printable_lines(text).replace('\n', "\n  "));
 }
 
 fn new_bar(total: u64, target: ProgressDrawTarget) -> ProgressBar {

@@ -533,10 +533,6 @@ struct ReplicaStatus {
 fn say_role(role: &replica::Role, unsure: u64, group: Option<&Group>, output: &Output) {
     group.iter().for_each(|group| output.say(&format!("  {}", group.told())));
     if let Some(demoted) = &role.demoted {
-        let also = demoted
-            .also
-            .last()
-            .map_or(String::new(), |last| format!(" (it went on to epoch {})", last.number));
         let written = match unsure {
             0 => String::new(),
             bytes => {
@@ -546,7 +542,7 @@ fn say_role(role: &replica::Role, unsure: u64, group: Option<&Group>, output: &O
         let told = demoted.told.as_ref();
         let told = told.map_or(String::new(), |told| format!("; {told} was told that it can take over"));
         output.say(&format!(
-            "  demoted on {}, at the end of term {}{also}{written}{told}",
+            "  demoted on {}, at the end of term {}{written}{told}",
             device::moment(demoted.since),
             role.term
         ));

@@ -7,7 +7,8 @@ use std::time::Duration;
 use anyhow::Result;
 use source::StateDir;
 use sync::{
-    CutHook, Extents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable, Way,
+    CutHook, Extents, GivenUp, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable,
+    Way,
 };
 
 use crate::args::{self, Command, FreezeArg, HashArg, MethodArg, SourceArgs};
@@ -48,6 +49,7 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
         shrink: args.open.allow_shrink,
         accept_source: args.begin.accept_source,
         create: args.begin.create,
+        give_up: args.consent.give_up(false)?,
         existing: false,
         at_view: args.live.at_view,
         compress: args.compress.level,
@@ -66,6 +68,7 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
     let named = args.destination.as_deref().unwrap_or_default();
     let ends = Ends::parse(&args.source, named)?;
     let options = options(args, steering, ends.far().is_some())?;
+    args.consent.give_up(ends.destination.host.is_some())?;
     steering::refuse_hours(&args.far, &ends)?;
     effect::on_way(&ends, &args.far, output);
     effect::on_method(args, output);
@@ -84,6 +87,10 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
     hook.inspect(|hook| hook.end(summary.is_ok(), output));
     let summary = summary?;
     warn(&summary, output);
+    summary
+        .given_up
+        .iter()
+        .for_each(|given_up| say_given_up(&summary.destination, given_up, summary.dry_run, output));
     list("unreadable at the source", &summary.unreadable, output);
     list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
     say(&summary, output);
@@ -215,6 +222,22 @@ pub(crate) fn list(what: &str, extents: &Extents, output: &Output) {
 pub(crate) fn warn(summary: &Summary, output: &Output) {
     summary.recovered.iter().for_each(|recovered| output.warn(recovered));
     summary.warnings.iter().for_each(|warning| output.warn(&format!("{}: {warning}", summary.destination)));
+}
+
+/// Says what a destination gave up.
+pub(crate) fn say_given_up(name: &str, given_up: &GivenUp, dry_run: bool, output: &Output) {
+    let what = match (given_up.bytes, given_up.since) {
+        (Some(bytes), Some(since)) => format!("{} written to it since epoch {since}", units::size(bytes)),
+        (_, Some(since)) => format!("what was written to it since epoch {since}"),
+        (_, None) => "what only it had".into(),
+    };
+    let done = if dry_run { "would give up" } else { "gave up" };
+    output.say(&match &given_up.saved {
+        Some(file) => {
+            format!("{name} {done} {what}, saved there in {0}: \"dsync inspect {0}\"", file.display())
+        }
+        None => format!("{name} {done} {what}"),
+    });
 }
 
 /// Says what a sync did.

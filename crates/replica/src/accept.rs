@@ -84,7 +84,7 @@ impl Replica {
     pub fn acceptable(&self) -> Option<Acceptable> {
         let lineage = self.lineage();
         let settled = lineage.step.is_none() && lineage.state == State::Exact && lineage.unsure.is_nothing();
-        let alone = lineage.role.also().is_empty() && lineage.role.promoted.is_none();
+        let alone = lineage.role.promoted.is_none();
         let sealed = self.state().open(WHOLE, false).is_ok();
         if self.changed().is_none() || !settled || !alone || sealed || !self.has_past_of(lineage.nonce) {
             return None;

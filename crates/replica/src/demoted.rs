@@ -1,7 +1,7 @@
 //! A source that becomes a replica: all that was written to it after an epoch is what it is unsure of, so that the next sync sends
 //! the differences alone. The lineage is made in one step: before it the disk is a source, after it a replica.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use device::{Dir, Folder};
@@ -34,11 +34,11 @@ pub struct Demotion {
     pub block_size: u32,
     /// Bytes of its disk.
     pub size: u64,
-    /// An epoch of it, later ones, ascending, and the blocks written after the first. `None` if it is not known what was
-    /// written: then the next sync compares.
-    pub since: Option<(Epoch, Vec<Epoch>, UnsureSet)>,
-    /// What was written was saved as a delta that leads to this epoch.
-    pub saved: Option<Epoch>,
+    /// An epoch of it, and the blocks written after that, which are given up. `None` if it is not known what was written: then the next
+    /// sync compares.
+    pub since: Option<(Epoch, UnsureSet)>,
+    /// What was written was saved as a delta in this file.
+    pub saved: Option<PathBuf>,
 }
 
 /// The epochs at which a former source can be demoted anew once it is promoted again, oldest first: those after which its own history
@@ -103,18 +103,14 @@ impl Replica {
             )));
         }
         self.untouched()?;
-        let (epoch, also, unsure) = match &demotion.since {
-            Some((epoch, also, unsure)) => (Some(*epoch), also.as_slice(), unsure.clone()),
-            None => (None, &[][..], UnsureSet::new()),
-        };
+        let (epoch, unsure) =
+            demotion.since.clone().map_or((None, UnsureSet::new()), |(epoch, unsure)| (Some(epoch), unsure));
         let unsure = self.keep_unsure(&unsure, "the disk is the source that it was")?;
-        let also = also[also.len().saturating_sub(Demoted::MOST)..].to_vec();
         let mut role = Role::replica(demotion.term, demotion.lives.clone());
         role.demoted = Some(Demoted {
             since: now(),
-            also,
             told: None,
-            saved: demotion.saved,
+            saved: demotion.saved.clone(),
             lives: demotion.lives.clone(),
             gave_up: demotion.gave_up,
         });

@@ -55,8 +55,7 @@ pub enum ReplicaError {
     /// The replica was made the source itself.
     #[error(
         "{} {promoted}, after {at}: it is a source itself now, and merging into it would overwrite what was written there since. \
-         To make it a replica again, run \"dsync demote {}\" where it is: its writes are saved or given up, and the next sync \
-         sends the differences alone", path.display(), path.display()
+         To make it a replica again, sync to it, which says how its writes are saved or given up", path.display()
     )]
     Promoted {
         /// The destination.

@@ -35,7 +35,7 @@ impl Replica {
         {
             return Err(ReplicaError::WrongSource { path: path(), has, given: header.source });
         }
-        if header.partial && (!lineage.unsure.is_nothing() || !lineage.role.also().is_empty()) {
+        if header.partial && !lineage.unsure.is_nothing() {
             let given = "a part of it cannot be repaired alone: omit --range";
             return Err(self.at_another("has blocks that may be of another moment than its epoch", given));
         }

@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::intent::Membership;
-use crate::role::{Demoted, Released, Role};
+use crate::role::{Released, Role};
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
@@ -370,10 +370,7 @@ impl Lineage {
         // What a batch brings to a former source that had nothing of its own is of the source that it follows.
         let own = !toward.batch || !self.unsure.is_nothing();
         let still = self.epoch == Some(toward.epoch) && !unsure.is_nothing() && own;
-        // Of the epochs that were as true of it only a batch leaves so, which adds what it writes to the unsure set.
-        let also =
-            |demoted: Demoted| if toward.batch { demoted } else { Demoted { also: Vec::new(), ..demoted } };
-        let demoted = self.role.demoted.clone().filter(|_| still).map(also);
+        let demoted = self.role.demoted.clone().filter(|_| still);
         let lives = match &toward.lives {
             None => self.role.lives.clone(),
             // The source may have been told of what it wrote itself, as a former source.
@@ -550,9 +547,8 @@ mod tests {
             promoted_in: Some(".db.dsync-group".into()),
             made_in: Some("/var/lib/dsync".into()),
             released: Some(Released { epoch: at(2), term: 2 }),
-            demoted: Some(Demoted {
+            demoted: Some(crate::Demoted {
                 since: 6,
-                also: vec![at(3)],
                 told: Some("far:/vm.raw".into()),
                 saved: None,
                 lives: Lives::first(Uuid::from_u128(1)).reaching(9),

@@ -75,16 +75,12 @@ pub struct Released {
 pub struct Demoted {
     /// When, in seconds since 1970.
     pub since: u64,
-    /// Later epochs than the lineage's that are as true of the disk, ascending: all that was written after the lineage's is in the
-    /// unsure set. The new source may know only one of them, if an acknowledgement of it was lost.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub also: Vec<Epoch>,
     /// Which replica was told that this was all, by the name that its user gives it. No other is told so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub told: Option<String>,
-    /// What was written to it was saved as a delta that leads to this epoch.
+    /// What was given up with its demotion was saved in this file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub saved: Option<Epoch>,
+    pub saved: Option<PathBuf>,
     /// The lives that led to all that was written to it.
     #[serde(default, skip_serializing_if = "Lives::is_empty")]
     pub lives: Lives,
@@ -100,11 +96,6 @@ pub struct GaveUp {
     pub term: u64,
     /// The epoch after which it did.
     pub began: Epoch,
-}
-
-impl Demoted {
-    /// The most epochs that are kept; of more, the newest.
-    pub const MOST: usize = 4096;
 }
 
 impl Role {
@@ -142,11 +133,6 @@ impl Role {
     /// What it holds counts as this later epoch of the source that it was.
     pub fn counts_as(&mut self, epoch: &Epoch) {
         self.lives = self.all_lives().upto(Point::number(epoch.number, 0));
-    }
-
-    /// The later epochs that are as true as the lineage's.
-    pub fn also(&self) -> &[Epoch] {
-        self.demoted.as_ref().map_or(&[], |demoted| &demoted.also)
     }
 }
 

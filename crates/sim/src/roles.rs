@@ -10,7 +10,7 @@ use std::sync::Arc;
 use device::Disk as _;
 use link::Link;
 use replica::{Keep, Lineage};
-use source::{History, SourceOptions};
+use source::History;
 use sync::{PromoteOptions, SyncError, SyncOptions};
 use testing::Random;
 use uuid::Uuid;
@@ -23,7 +23,7 @@ use crate::inode::PAGE;
 use crate::kernel::BLOCK;
 use crate::pipe::far_link;
 use crate::roles_model::{Epochs, Place};
-use crate::site::{Served, SimSite, source_folder};
+use crate::site::{Served, SimSite, open_options, source_folder};
 use crate::world::{self, Cuts, IMAGES, folder_of};
 use crate::write::Write;
 
@@ -106,8 +106,6 @@ pub(crate) struct Disk {
     pub words: Vec<Vec<u8>>,
     /// It was brought back to an earlier moment since its last commit.
     pub rewound: bool,
-    /// Where it was promoted last: what its users tell the old source's.
-    pub began: Option<u64>,
 }
 
 pub(crate) struct Run {
@@ -149,7 +147,6 @@ impl Run {
                 place: Place::default(),
                 words: Vec::new(),
                 rewound: false,
-                began: None,
             })
             .collect();
         for (at, disk) in disks.iter().enumerate() {
@@ -305,8 +302,7 @@ impl Run {
             }
             (17..=18, Some(source), Some(replica)) => self.switch(source, replica)?,
             (19..=20, Some(source), _) => {
-                let discard = self.dice.one_in(3);
-                self.demote(source, discard)?;
+                self.demote(source)?;
             }
             (21, _, Some(replica)) if self.scene.keeps => self.rewind(replica)?,
             (22, Some(source), _) => self.stop(source),
@@ -539,8 +535,4 @@ impl Run {
 /// The first word of a text.
 pub(crate) fn short(text: &str) -> &str {
     text.split([' ', ',', ':']).next().unwrap_or_default()
-}
-
-pub(crate) fn open_options() -> SourceOptions {
-    SourceOptions { trust_device: true, ..SourceOptions::default() }
 }

@@ -12,7 +12,8 @@ use sync::{DemoteOptions, LastWord, PromoteOptions, Site as _, SyncError};
 
 use crate::files::{SimFolder, group_folder};
 use crate::host::Process;
-use crate::roles::{Checked, Role, Run, open_options};
+use crate::roles::{Checked, Role, Run};
+use crate::site::open_options;
 use crate::site::{GROUP, source_folder};
 use crate::world::Cuts;
 use crate::write::Write;
@@ -125,8 +126,7 @@ impl Run {
                 self.promote(to, &PromoteOptions { force, ..PromoteOptions::default() })?;
             }
             18 | 19 => {
-                let discard = self.dice.one_in(3);
-                self.demote_group(source, discard)?;
+                self.demote_group(source)?;
             }
             20 | 21 => self.switch_group(source)?,
             22 if self.scene.keeps => self.rewind_group(replica)?,
@@ -271,7 +271,7 @@ impl Run {
             self.calm &= member.bytes_ahead == 0;
             let content = self.content(at);
             let disk = &mut self.disks[at];
-            (disk.began, disk.rewound) = (Some(member.epoch), false);
+            disk.rewound = false;
             if member.released && !disk.words.contains(&content) {
                 return Err(format!(
                     "{} took over as planned, and is not what its source was at last",
@@ -283,29 +283,11 @@ impl Run {
     }
 
     /// A demotion of the group, which another one has succeeded, or not.
-    pub(crate) fn demote_group(&mut self, site: usize, discard: bool) -> Result<bool, String> {
+    pub(crate) fn demote_group(&mut self, site: usize) -> Result<bool, String> {
         self.stop_site(site);
-        let began = Self::of_site(1 - site).map(|at| (self.disks[at].name, self.disks[at].began));
-        let each: Vec<(String, String)> = began
-            .iter()
-            .filter_map(|(name, began)| Some(((*name).to_owned(), began.as_ref()?.to_string())))
-            .collect();
-        let dir = self.dir().join(format!("saved-{}-{}", self.seed, self.saved.len()));
-        let save = (!discard && self.dice.coin()).then_some(dir);
-        if let Some(dir) = &save {
-            std::fs::create_dir_all(dir).map_err(|error| error.to_string())?;
-        }
-        self.saved.extend(save.clone());
-        let names_since = !discard && !self.dice.one_in(4);
-        let how = DemoteOptions {
-            each: if names_since { each } else { Vec::new() },
-            save,
-            discard,
-            open: open_options(),
-            ..DemoteOptions::default()
-        };
+        let how = DemoteOptions { open: open_options(), ..DemoteOptions::default() };
         self.apart[site] = true;
-        self.tell(format!("demote the group at site {site}, since {:?}, discard {discard}", how.each));
+        self.tell(format!("demote the group at site {site}"));
         let promoting = self.is_promoting(site);
         let near = self.disks[site * OF_SITE].host.process();
         let here = self.site(&near);
@@ -317,14 +299,12 @@ impl Run {
         self.check_promoting(site, promoting, result.is_ok(), "it was demoted")?;
         let Ok(summaries) = result else { return Ok(false) };
         self.table.note("roles: demotions of groups");
-        for summary in summaries.iter().filter(|summary| !discard && !summary.again) {
-            let name = summary.path.file_name().unwrap_or_default().to_os_string();
-            let at = Self::of_site(site).into_iter().find(|at| name == self.disks[*at].name);
-            if let Some(at) = at {
-                self.check_given_up(at, summary.saved.as_deref())?;
+        match summaries.iter().find(|summary| !summary.again && summary.bytes_unsure != Some(0)) {
+            Some(summary) => {
+                Err(format!("{} was demoted, and something of it is given up", summary.path.display()))
             }
+            None => Ok(true),
         }
-        Ok(true)
     }
 
     /// A planned switch of the group, up to the promotion.

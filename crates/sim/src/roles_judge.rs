@@ -2,10 +2,10 @@
 
 use replica::{Options, State};
 use sync::{PromoteOptions, Site as _};
-use uuid::Uuid;
 
-use crate::roles::{Checked, Role, Run, open_options, short};
+use crate::roles::{Checked, Role, Run, short};
 use crate::roles_model::{Pages, Place, differing};
+use crate::site::open_options;
 
 impl Run {
     /// Takes note of the epochs that there are since the last step.
@@ -21,19 +21,16 @@ impl Run {
         for at in 0..self.disks.len() {
             let (lineage, ..) = self.recorded(at);
             let Some(lineage) = lineage.filter(|lineage| lineage.role.promoted.is_none()) else { continue };
-            let also: Vec<Uuid> = lineage.role.also().iter().map(|epoch| epoch.id).collect();
-            let last = also.iter().rev().find(|id| self.epochs.knows(**id)).copied();
-            let at_epoch = last.or(lineage.epoch.map(|epoch| epoch.id));
-            let place = &mut self.disks[at].place;
+            let at_epoch = lineage.epoch.map(|epoch| epoch.id);
+            let (place, former) = (&mut self.disks[at].place, lineage.role.demoted.is_some());
+            let was = place.clone();
             if place.at != at_epoch {
-                let dirty = if lineage.role.demoted.is_some() { place.dirty.clone() } else { Pages::new() };
-                *place = Place { at: at_epoch, also, dirty };
-            } else {
-                place.also = also;
+                *place = Place { at: at_epoch, dirty: if former { was.dirty.clone() } else { Pages::new() } };
             }
             if let Some(id) = at_epoch.filter(|id| !self.epochs.knows(*id)) {
-                // Its source has ended since: it was the one of this step.
-                let of = acting.clone().map(|(_, place)| place).unwrap_or_default();
+                // Its source has ended since: it was that itself, or the one of this step.
+                let of =
+                    if former { was } else { acting.clone().map(|(_, place)| place).unwrap_or_default() };
                 self.epochs.add(id, of.at.filter(|at| *at != id), None, of.dirty);
             }
         }
@@ -53,7 +50,6 @@ impl Run {
             }
             place.at = Some(epoch.id);
         }
-        self.disks[at].place.also.clear();
     }
 
     /// Whether a disk is what it says it is.
@@ -143,16 +139,13 @@ impl Run {
             let at = page * crate::inode::PAGE as u64;
             !status.unsure.ranges().any(|range| range.contains(&at))
         };
-        for id in std::iter::once(epoch.id).chain(self.disks[at].place.also.iter().copied()) {
-            let Some(was) = self.epochs.content(id) else { continue };
-            if let Some(page) = differing(was, &held).into_iter().find(sure) {
-                return Err(format!(
-                    "{name} is not at epoch {} in page {page}, where it is sure",
-                    epoch.number
-                ));
+        let Some(was) = self.epochs.content(epoch.id) else { return Ok(()) };
+        match differing(was, &held).into_iter().find(sure) {
+            Some(page) => {
+                Err(format!("{name} is not at epoch {} in page {page}, where it is sure", epoch.number))
             }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Nothing fails any more: one disk is the source, and the others follow it.
@@ -203,13 +196,6 @@ impl Run {
             return Ok(());
         };
         for at in disks.iter().copied().filter(|at| *at != primary) {
-            if self.role(at) == Role::Source {
-                // A member would be demoted with the others, some of which may be the ones to stay.
-                self.leave_group(at)?;
-            }
-            if self.role(at) == Role::Source && !self.demote(at, true)? && !self.demote_since_last(at)? {
-                return Err(format!("{} cannot be given up", self.disks[at].name));
-            }
             self.converge_one(primary, at)?;
         }
         Ok(())
@@ -229,33 +215,10 @@ impl Run {
             self.disks[*at].host.state().end(&process);
             refused
         });
-        if ended && !self.demote_group(site, true)? {
+        if ended && !self.demote_group(site)? {
             return Err(format!("the demotion of the group at site {site} cannot be completed"));
         }
         Ok(())
-    }
-
-    /// Takes a source out of its group, if it is in one.
-    fn leave_group(&mut self, at: usize) -> Checked {
-        let near = self.disks[at].host.process();
-        let site = self.site(&near);
-        let known = site.source(&self.path(at).to_string_lossy()).map_err(|error| error.to_string())?;
-        if let Some((place, _)) = known {
-            let folder = site.folder(&place).map_err(|error| error.to_string())?;
-            source::leave_in(&*folder).map_err(|error| error.to_string())?;
-        }
-        drop(site);
-        self.disks[at].host.state().end(&near);
-        Ok(())
-    }
-
-    /// Gives up a source of which no replica is known.
-    fn demote_since_last(&mut self, at: usize) -> Result<bool, String> {
-        let last = self.recorded(at).2.last().map(|epoch| epoch.number);
-        // What was never synced has no epoch.
-        let Some(last) = last else { return Ok(true) };
-        self.disks[at].began = Some(last);
-        self.demote_since(at, Some(last.to_string()), true)
     }
 
     fn converge_one(&mut self, from: usize, to: usize) -> Checked {
@@ -267,6 +230,10 @@ impl Run {
             }
             let mut options = self.sync_options(adopt);
             options.create = last.contains("--create");
+            if last.contains("--discard-there") {
+                options.give_up = Some(sync::GiveUp::Discard);
+                self.end_server(to, true);
+            }
             let name = self.disks[to].name;
             self.tell(format!("at last, a sync to {name}{}", if adopt { ", adopt" } else { "" }));
             let result = self.push(from, to, &options, crate::world::Cuts::NEVER);

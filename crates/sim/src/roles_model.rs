@@ -91,8 +91,6 @@ impl Epochs {
 pub(crate) struct Place {
     /// The last epoch of a source, that of a replica's lineage.
     pub at: Option<Uuid>,
-    /// Later ones that are as true of a former source.
-    pub also: Vec<Uuid>,
     /// The pages that were written since, at most.
     pub dirty: Pages,
 }

@@ -7,14 +7,15 @@ use delta::{Event, Record};
 use device::Disk as _;
 use replica::Options;
 use source::Handle;
-use sync::{DemoteOptions, LastWord, MirrorOptions, PromoteOptions, Site as _, SyncError};
+use sync::{DemoteOptions, GiveUp, LastWord, MirrorOptions, PromoteOptions, Site as _, SyncError};
 use uuid::Uuid;
 
 use crate::inode::PAGE;
 use crate::mirror::{self, Ends};
 use crate::pipe::far_link;
-use crate::roles::{Checked, Role, Run, open_options, short};
+use crate::roles::{Checked, Role, Run, short};
 use crate::roles_model::{Place, differing};
+use crate::site::open_options;
 use crate::world::Cuts;
 use crate::write::Write;
 
@@ -28,13 +29,19 @@ impl Run {
         let held = self.content(to);
         let own = self.disks[to].place.clone();
         let demoted = before.as_ref().is_some_and(|lineage| lineage.role.demoted.is_some());
-        let options = self.sync_options(adopt);
+        let mut options = self.sync_options(adopt);
+        options.give_up = self.draw_consent(to, demoted);
+        let consents = options.give_up.is_some();
         let cuts = self.draw_cuts();
         let (one, other) = (self.disks[from].name, self.disks[to].name);
-        self.tell(format!("sync from {one} to {other}{}", if adopt { ", adopt" } else { "" }));
+        let consent = format!("{:?}", options.give_up.as_ref().map(|how| matches!(how, GiveUp::Save(_))));
+        self.tell(format!(
+            "sync from {one} to {other}{}, saving {consent}",
+            if adopt { ", adopt" } else { "" }
+        ));
         let site = self.disks[from].site;
         let promoting = self.scene.group && self.is_promoting(site);
-        let related = (self.related(from, to).filter(|_| !adopt), (self.role(from), role));
+        let related = (self.related(from, to).filter(|_| !adopt && !consents), (self.role(from), role));
         let result = self.push(from, to, &options, cuts);
         self.tell_result(result.as_ref().map(|s| format!("{} at epoch {:?}", s.trust, s.epoch)));
         self.compare_with_lineage(related, result.as_ref().map(|_| ()));
@@ -45,13 +52,17 @@ impl Run {
             Ok(summary) => summary,
             Err(error) => {
                 let refused = error.class().is_refusal() && role == Role::Source;
-                if refused && (self.content(to) != held || self.role(to) != role) {
+                if refused && (self.content(to) != held || self.role(to) != role && !consents) {
                     return Err(format!("refused, yet something changed on {other}: {error}"));
                 }
                 return Ok(());
             }
         };
-        if role == Role::Source && !adopt {
+        if let (Some(_), Some(GiveUp::Save(file))) = (&summary.given_up, &options.give_up) {
+            self.check_saved(to, &held, file)?;
+            self.table.note("roles: saved what was given up");
+        }
+        if role == Role::Source && !adopt && !consents {
             return Err(format!("{other} was a source itself, and a sync to it ended well"));
         }
         if self.role(from) != Role::Source {
@@ -62,10 +73,10 @@ impl Run {
         // What it stood at before is in the past of the source.
         let stood = before.as_ref().and_then(|lineage| lineage.epoch).map(|epoch| epoch.id);
         let since = stood;
-        let mut stood: Vec<Uuid> = stood.into_iter().chain(own.also.clone()).collect();
+        let mut stood: Vec<Uuid> = stood.into_iter().collect();
         stood.retain(|id| self.epochs.knows(*id));
         let lost = !stood.is_empty() && !stood.iter().any(|id| past.contains(id));
-        if lost && !adopt && !self.disks[to].rewound {
+        if lost && !adopt && !consents && !self.disks[to].rewound {
             return Err(format!(
                 "{other} was on a branch of its own, and a sync from {one} overwrote that unasked"
             ));
@@ -73,9 +84,36 @@ impl Run {
         self.disks[to].rewound = false;
         if demoted && !adopt {
             self.table.note(format!("roles: failbacks, {}", short(&summary.trust)));
-            self.check_union(from, (&own, since), &summary)?;
+            self.check_union(from, (&own, since.filter(|_| !consents)), &summary)?;
         }
         Ok(())
+    }
+
+    /// What becomes of what only a disk has that is a source, or was one; mostly nothing is said of it.
+    fn draw_consent(&mut self, to: usize, demoted: bool) -> Option<GiveUp> {
+        if !(demoted || self.role(to) == Role::Source) || self.dice.one_in(3) {
+            return None;
+        }
+        let file = self.disks[to].host.scratch.join(format!("saved-{}-{}", self.seed, self.saved.len()));
+        let saves = self.dice.coin();
+        self.saved.extend(saves.then(|| file.clone()));
+        Some(if saves { GiveUp::Save(file) } else { GiveUp::Discard })
+    }
+
+    /// What a disk held is what was in common, with what was saved.
+    fn check_saved(&self, at: usize, held: &[u8], file: &Path) -> Checked {
+        let name = self.disks[at].name;
+        let failed =
+            |error: &dyn std::fmt::Display| format!("what was saved of {name} cannot be read: {error}");
+        let input = std::fs::File::open(file).map_err(|error| failed(&error))?;
+        let mut reader = delta::Reader::new(std::io::BufReader::new(input));
+        let base = reader.header().map_err(|error| failed(&error))?.chain.first().copied();
+        let Some(base) = base.and_then(|epoch| self.epochs.content(epoch.id)).cloned() else { return Ok(()) };
+        let pages = differing(&applied(base, file)?, held);
+        if pages.is_empty() {
+            return Ok(());
+        }
+        Err(format!("{name} gave up what it had in pages {pages:?}, and that was not saved"))
     }
 
     pub(crate) fn check_synced(&self, from: usize, to: usize) -> Checked {
@@ -154,7 +192,7 @@ impl Run {
         self.calm &= promotion.bytes_ahead == 0;
         let content = self.content(at);
         let disk = &mut self.disks[at];
-        (disk.began, disk.rewound) = (Some(promotion.epoch), false);
+        disk.rewound = false;
         if promotion.released && !disk.words.contains(&content) {
             return Err(format!("{name} took over as planned, and is not what its source was at last"));
         }
@@ -205,88 +243,32 @@ impl Run {
         self.check_synced(from, to)
     }
 
-    /// A demotion of a source whose replica was promoted without it, or was not.
-    pub(crate) fn demote(&mut self, at: usize, discard: bool) -> Result<bool, String> {
-        if discard || !self.dice.one_in(8) {
+    /// A demotion of a source whose replica was promoted without it, or was not: nothing of it is given up.
+    pub(crate) fn demote(&mut self, at: usize) -> Checked {
+        if !self.dice.one_in(8) {
             self.end_server(at, true);
         }
-        let began: Vec<u64> = self.disks.iter().filter_map(|disk| disk.began).collect();
-        let since = (!began.is_empty() && !self.dice.one_in(3)).then(|| self.dice.pick(&began).to_string());
-        let file = self.disks[at].host.scratch.join(format!("saved-{}-{}", self.seed, self.saved.len()));
-        let save = (!discard && self.dice.coin()).then_some(file);
-        self.demote_saving(at, since.filter(|_| !discard), save, discard)
-    }
-
-    /// Gives up what was written to a source after an epoch.
-    pub(crate) fn demote_since(
-        &mut self,
-        at: usize,
-        since: Option<String>,
-        discard: bool,
-    ) -> Result<bool, String> {
-        self.demote_saving(at, since, None, discard)
-    }
-
-    fn demote_saving(
-        &mut self,
-        at: usize,
-        since: Option<String>,
-        save: Option<PathBuf>,
-        discard: bool,
-    ) -> Result<bool, String> {
         self.acting = Some(at);
-        let how = DemoteOptions {
-            since,
-            save: save.clone(),
-            discard,
-            open: open_options(),
-            ..DemoteOptions::default()
-        };
+        let (how, held) =
+            (DemoteOptions { open: open_options(), ..DemoteOptions::default() }, self.content(at));
         let name = self.disks[at].name;
-        self.tell(format!(
-            "demote {name}, since {:?}, save {}, discard {discard}",
-            how.since,
-            save.is_some()
-        ));
-        self.saved.extend(save);
+        self.tell(format!("demote {name}"));
         let near = self.disks[at].host.process();
         let site = self.site(&near);
         let result = sync::demote(&site, &self.path(at).to_string_lossy(), &how, None, &|_, _| {});
         drop(site);
         self.disks[at].host.state().end(&near);
-        self.tell_result(
-            result.as_ref().map(|s| format!("epoch {:?}, {:?} bytes unsure", s.epoch, s.bytes_unsure)),
-        );
+        self.tell_result(result.as_ref().map(|s| format!("epoch {:?}", s.epoch)));
         self.settle();
-        let Ok(summary) = result else { return Ok(false) };
         self.table.note("roles: forced demotions");
-        if discard || summary.again {
-            return Ok(true);
+        match result {
+            Ok(summary)
+                if !summary.again && (summary.bytes_unsure != Some(0) || self.content(at) != held) =>
+            {
+                Err(format!("{name} was demoted, and something of it is given up"))
+            }
+            _ => Ok(()),
         }
-        self.check_given_up(at, summary.saved.as_deref())?;
-        Ok(true)
-    }
-
-    /// What was written to a disk that was demoted was saved, or there was nothing.
-    pub(crate) fn check_given_up(&self, at: usize, saved: Option<&Path>) -> Checked {
-        let (lineage, ..) = self.recorded(at);
-        let epoch = lineage.and_then(|lineage| lineage.epoch);
-        let Some(base) = epoch.and_then(|epoch| self.epochs.content(epoch.id)).cloned() else {
-            return Ok(());
-        };
-        let saved = match saved {
-            Some(file) => applied(base, file)?,
-            None => base,
-        };
-        let content = self.content(at);
-        if differing(&saved, &content).is_empty() {
-            return Ok(());
-        }
-        let name = self.disks[at].name;
-        let pages = differing(&saved, &content);
-        Err(format!(
-            "{name} was demoted, and what was written to it in pages {pages:?} was neither named nor saved"
-        ))
     }
 
     /// A replica is brought back to a moment that it has kept.

@@ -168,6 +168,11 @@ impl Site for SimSite {
         Ok(Box::new(self.folder_named(&place.to_string_lossy())))
     }
 
+    fn unsaid(&self) -> SourceOptions {
+        // No other program writes to its devices.
+        open_options()
+    }
+
     fn attach(&self, what: &str, _options: &SourceOptions) -> Result<Handle, SourceError> {
         let name = name_of(Path::new(what));
         match self.served.get(&name) {
@@ -304,4 +309,8 @@ impl Site for SimSite {
     fn endings(&self) -> Result<Vec<Intent>, SyncError> {
         Ok(Intent::read(&self.folder_named(&format!("demotion of {GROUP}")))?.into_iter().collect())
     }
+}
+
+pub(crate) fn open_options() -> SourceOptions {
+    SourceOptions { trust_device: true, ..SourceOptions::default() }
 }

@@ -218,8 +218,8 @@ pub fn check_promotion(name: &str, members: &[(PathBuf, About, Membership)]) -> 
     let (mut old, mut new) = (Vec::new(), Vec::new());
     for (_, about, _) in members {
         let Some(other) = later(about).filter(|other| other.term > about.term) else { continue };
-        let since = other.began.map_or(String::new(), |began| format!(" --since {}", began.number));
-        old.push(format!("\"dsync demote{since} --save FILE {}\"", about.path.display()));
+        let (from, to) = (other.path.display(), about.path.display());
+        old.push(format!("\"dsync sync {from} {to} --save-there FILE\""));
         new.push(format!("{} (term {})", other.path.display(), other.term));
     }
     if old.is_empty() {
@@ -227,7 +227,7 @@ pub fn check_promotion(name: &str, members: &[(PathBuf, About, Membership)]) -> 
     }
     Err(SourceError::Refused(format!(
         "the group {name} has the promoted disks here as well as their old sources: {} went on from them. To make replicas of the old ones, \
-         run {}. To give up the promoted ones instead, demote each of them so. \"dsync forget --group {name} DISK\" leaves one as it is",
+         run {}. To give up the promoted ones instead, sync in the other direction. \"dsync forget --group {name} DISK\" leaves one as it is",
         new.join(", "),
         old.join(" and ")
     )))

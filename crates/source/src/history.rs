@@ -427,14 +427,14 @@ impl History {
             return Err(SourceError::Foreign(format!(
                 "the replica is at epoch {}, but this source only knows epochs up to {last}: its state was restored from a \
                  copy, its host rolled back, or created anew. If what the replica has is wanted, \"dsync promote --force\" where it is makes that \
-                 the source; \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and continues from here",
+                 the source; \"dsync sync --discard-there SRC DST\" compares everything, overwrites what differs in the replica, and continues from here",
                 epoch.number
             )));
         }
         if epoch.number >= first {
             return Err(SourceError::Foreign(format!(
                 "the replica's epoch {} is not this source's epoch of that number: one of the two is a copy that has \
-                 diverged. If what the replica has is wanted, \"dsync promote --force\" where it is makes that the source; \"dsync sync --adopt\" \
+                 diverged. If what the replica has is wanted, \"dsync promote --force\" where it is makes that the source; \"dsync sync --discard-there SRC DST\" \
                  compares everything, overwrites what differs in the replica, and continues from here",
                 epoch.number
             )));

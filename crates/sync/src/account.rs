@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use delta::Method;
 use source::{Counter, Handle, Work};
 
+use crate::conflict::with_ends;
 use crate::error::{Class, SyncError};
 use crate::facts::known_as;
 use crate::options::Way;
@@ -20,7 +21,7 @@ pub(crate) struct Account {
     /// `None` for a dry run.
     counter: Option<Counter>,
     /// The source and the replica, as they are named on this host.
-    ends: String,
+    ends: (String, String),
     told: Mutex<Told>,
 }
 
@@ -83,7 +84,7 @@ impl Account {
     pub(crate) fn begin(handle: &Handle, place: (&Path, &str), way: &Way, what: &str) -> Account {
         // Not written down yet: the replica may be refused, or another command be at work for it.
         let told = Told { work: Work::begin(what), at: Instant::now(), sent: 0, batches: 0 };
-        let ends = format!("{} {}", handle.about().path.display(), place.1);
+        let ends = (handle.about().path.display().to_string(), place.1.to_owned());
         Account { counter: Some(counter(handle, place.0, place.1, way)), ends, told: Mutex::new(told) }
     }
 
@@ -204,7 +205,7 @@ impl Account {
 
     fn count_failure(&self, error: &SyncError) {
         let Some(counter) = &self.counter else { return };
-        let message = error.to_string().replace("SRC DST", &self.ends);
+        let message = with_ends(&error.to_string(), &self.ends.0, &self.ends.1).replace('\n', ". ");
         let looks = self.told.lock().unwrap_or_else(PoisonError::into_inner).work.only_looks();
         match error {
             // Another command is at work for the replica: what is written down is its work.

@@ -157,6 +157,11 @@ impl AllowedPaths {
         Ok(path)
     }
 
+    /// True unless everything is allowed.
+    pub(crate) fn is_restricted(&self) -> bool {
+        matches!(self, AllowedPaths::Within { .. })
+    }
+
     /// Refuses a path other than the replica's own, unless everything is allowed.
     pub(crate) fn only_beside(&self, what: &str, path: Option<&Path>) -> Result<(), SyncError> {
         match (self, path) {

@@ -129,6 +129,17 @@ pub enum Conflict {
     /// Source and destination were written to apart from each other, or follow sources that were.
     #[error("{0}")]
     Diverged(Box<Diverged>),
+    /// What is to be given up was to be saved, and is in no record.
+    #[error(
+        "what only {name} has cannot be saved as a delta: {why}. Nothing was changed. Copy that disk first if it is wanted; then \"dsync sync \
+         --discard-there SRC DST\" compares everything and overwrites what differs"
+    )]
+    Unsaveable {
+        /// The destination, as the user named it.
+        name: String,
+        /// Why it cannot be saved.
+        why: String,
+    },
     /// `tracked` was demanded, and what changed is not known.
     #[error("what changed on {} is not known ({why}): omit --method tracked to compare everything", path.display())]
     Lost {
@@ -239,90 +250,109 @@ impl Since {
 }
 
 impl fmt::Display for Diverged {
-    /// Longer than a screen: one sentence for each way to have diverged.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.said(&self.ways()))
+    }
+}
+
+impl Diverged {
+    /// The message, with these ways out.
+    pub(crate) fn said(&self, ways: &str) -> String {
+        format!("{}. Nothing was changed{ways}", self.what())
+    }
+
+    /// What is, and what would be lost.
+    fn what(&self) -> String {
         let Diverged { path, term, destination, other_term, common, .. } = self;
-        let (path, place) = (path.display(), self.there.display());
+        let path = path.display();
         let since = common.map_or("an epoch that is not known".into(), |epoch| format!("epoch {epoch}"));
+        match self.divergence {
+            Divergence::TwoSources { here, there } => format!(
+                "{path} (term {term}) and {destination} (term {other_term}) have diverged: both are sources with the same id, apart since {since}. \
+                 Since then {} was written to {path}, and {} to {destination}",
+                here.told(""),
+                there.told("at least "),
+            ),
+            Divergence::Superseded => format!(
+                "{destination} follows a later term of this source (term {other_term}) than {path} (term {term}): a replica was promoted meanwhile"
+            ),
+            Divergence::Ahead { epoch, bytes } => format!(
+                "{destination} has diverged from {path}: a mirror of term {other_term} brought it ahead of epoch {epoch} ({} are of a later \
+                 moment), and term {term}, which goes on from {since}, need not have that. It may be the only copy of what was written last",
+                device::human_size(bytes)
+            ),
+            Divergence::OtherBranch { epoch, demoted: true } => format!(
+                "{destination} was the source until it was demoted at epoch {epoch}, and {path} (term {term}) goes on from {since}: what was \
+                 written to {destination} after that would be overwritten"
+            ),
+            Divergence::OtherBranch { epoch, demoted: false } => format!(
+                "{destination} has diverged from {path}: it is at epoch {epoch} of term {other_term}, and term {term} goes on from {since}. What \
+                 the source of term {other_term} wrote after that is lost with it"
+            ),
+        }
+    }
+
+    /// Each way out, on a line of its own.
+    fn ways(&self) -> String {
+        let Diverged { path, destination, other_term, common, .. } = self;
+        let (path, place) = (path.display(), self.there.display());
         match self.divergence {
             Divergence::TwoSources { here, there } => {
                 // Its history has to go back to an epoch that the other has, too: nothing else tells what only it has.
                 let saves = |side: Since, other: Since| side.reaches && !side.doubted && other.has;
-                let demote = |name: &dyn fmt::Display, side: Since, other: Since| match common
-                    .filter(|_| side.reaches)
-                {
-                    Some(epoch) if saves(side, other) => {
-                        format!("run \"dsync demote --since {epoch} --save FILE")
-                    }
-                    since => format!(
-                        "copy {name} first if what only that has is wanted (it cannot be saved as a delta), run \"dsync demote {}--discard",
-                        since.map_or(String::new(), |epoch| format!("--since {epoch} "))
-                    ),
-                };
-                let adopt = |saves: bool| if saves { "" } else { " with --adopt, which compares everything" };
-                let (saves_here, saves_there) = (saves(here, there), saves(there, here));
-                let cost =
-                    if saves_here && saves_there { ". Either sync sends the differences alone" } else { "" };
-                write!(
-                    f,
-                    "{path} (term {term}) and {destination} (term {other_term}) have diverged: both are sources with the same \
-                     id, apart since {since}. Nothing was changed. Since then {} was written to {path}, and {} to \
-                     {destination}; one of the two has to be given up, or saved. To keep {path}, {} {place}\" \
-                     where {destination} is, then sync again{}. To keep {destination}, {} {path}\" here, then sync from \
-                     there{}{cost}",
-                    here.told(""),
-                    there.told("at least "),
-                    demote(destination, there, here),
-                    adopt(saves_there),
-                    demote(&path, here, there),
-                    adopt(saves_here),
+                format!(
+                    "\nTo keep {path}, run {}\nTo keep {destination}, run {}",
+                    consent("SRC DST", destination, saves(there, here)),
+                    consent("DST SRC", &path, saves(here, there)),
                 )
             }
-            Divergence::Superseded => write!(
-                f,
-                "{destination} follows a later term of this source (term {other_term}) than {path} (term {term}): a replica was \
-                 promoted meanwhile. Nothing was changed. Run \"dsync demote {}{path}\" here and sync to it from the source of \
-                 term {other_term}; it names what was written to {path} since, and saves it with --save FILE. If that term was \
-                 given up, \"dsync sync --adopt\" compares everything and overwrites what differs in {destination}",
-                common.map_or(String::new(), |epoch| format!("--since {epoch} "))
+            Divergence::Superseded => format!(
+                "\nTo go on with that term, sync from its source to {path}: it says what was written to {path} since, and how that is saved\nIf that \
+                 term was given up, run {}",
+                consent("SRC DST", destination, false)
             ),
-            Divergence::Ahead { epoch, bytes } => write!(
-                f,
-                "{destination} has diverged from {path}: a mirror of term {other_term} brought it ahead of epoch {epoch} ({} are \
-                 of a later moment), and term {term}, which goes on from {since}, need not have that. Nothing was changed. It may \
-                 be the only copy of what was written last: to go on with it, run \"dsync promote --force\" where it is. To give it \
-                 up, run \"dsync rewind --to {epoch}\" there if its past is kept (\"dsync rewind\" lists it), and sync again, which sends \
-                 the differences; otherwise \"dsync sync --adopt\" compares everything, and overwrites what differs",
-                device::human_size(bytes)
+            Divergence::Ahead { epoch, .. } => format!(
+                "\nTo go on with {destination}, run \"dsync promote --force {place}\" where it is\nTo give that up where its past is kept, run \"dsync \
+                 rewind {place} --to {epoch}\" there, and sync again, which sends the differences\nTo give it up otherwise, run {}",
+                consent("SRC DST", destination, false)
             ),
-            Divergence::OtherBranch { epoch, demoted: true } => {
-                write!(
-                    f,
-                    "{destination} was demoted at epoch {epoch}, which {path} (term {term}) does not have. Nothing was changed. "
-                )?;
-                match common {
-                    Some(common) => write!(
-                        f,
-                        "Epoch {common} is in the past of both. Where {destination} is, promote it with \"dsync promote --force \
-                         {place}\", and demote it again with \"dsync demote --since {common} --save FILE {place}\", which saves what \
-                         was written there since. Then sync again. \"dsync sync --adopt\" would compare everything, and overwrite \
-                         that without saving it"
-                    ),
-                    None => write!(
-                        f,
-                        "No earlier epoch is known to be in the past of both, so what was written there cannot be saved as a delta: \
-                         copy the disk there first if it is wanted. Then \"dsync sync --adopt\" compares everything, and overwrites \
-                         what differs"
-                    ),
-                }
-            }
-            Divergence::OtherBranch { epoch, demoted: false } => write!(
-                f,
-                "{destination} has diverged from {path}: it is at epoch {epoch} of term {other_term}, and term {term} goes on \
-                 from {since}. Nothing was changed. What the source of term {other_term} wrote after that is lost with it: if \
-                 it is wanted, copy {destination} first. Then \"dsync sync --adopt\" compares everything, overwrites what \
-                 differs, and makes it a replica of {path}; or go on syncing to it from the source of term {other_term}"
+            Divergence::OtherBranch { demoted: true, .. } => format!(
+                "\nTo keep {path}, run {}\nTo keep {destination}, run \"dsync promote --force {place}\" where it is, and sync from there",
+                consent("SRC DST", destination, common.is_some()),
+            ),
+            Divergence::OtherBranch { demoted: false, .. } => format!(
+                "\nTo keep {path}, run {}\nTo keep {destination}, go on syncing to it from the source of term {other_term}",
+                consent("SRC DST", destination, false),
             ),
         }
     }
+}
+
+/// The command that gives up what only one of the two ends has.
+fn consent(ends: &str, other: &dyn fmt::Display, saves: bool) -> String {
+    match saves {
+        true => format!(
+            "\"dsync sync --save-there FILE {ends}\", which saves what only {other} has in FILE where that is (--discard-there: without saving it), \
+             and sends the differences"
+        ),
+        false => format!(
+            "\"dsync sync --discard-there {ends}\", which compares everything and overwrites what differs in {other}: what only that has cannot be \
+             saved as a delta, so copy it first if it is wanted"
+        ),
+    }
+}
+
+/// The ways out for a group and its disks in another folder.
+pub(crate) fn ways_of_group(name: &str) -> String {
+    format!(
+        "\nTo keep the group here, run \"dsync sync --group {name} --save-there FOLDER DIR\", which saves what only the disks there have in FOLDER \
+         where they are (--discard-there: without saving it), and sends the differences\nTo keep the disks there, run that on their host, with the \
+         folder of the disks here"
+    )
+}
+
+/// A message with the two ends in the commands that it names.
+pub fn with_ends(message: &str, source: &str, destination: &str) -> String {
+    let there = message.replace("SRC DST", &format!("{source} {destination}"));
+    there.replace("DST SRC", &format!("{destination} {source}"))
 }

@@ -1,8 +1,7 @@
-//! Making a source a replica of the one that succeeds it, and telling that one that there was no more.
-//!
-//! What was written after the epoch in common becomes the unsure set of the replica, so the next sync sends that, and what the new
-//! source has written since, and nothing else. First the lineage is durable, then the source's state is removed; the same
-//! command completes what a crash left in between.
+//! Making a source a replica. A demotion gives up its role and nothing else; what was written to it is given up by the consent of who
+//! syncs to it, and is the unsure set of the replica then: the next delta carries that, and what the new source has written since, and
+//! nothing else. First the lineage is durable, then the source's state is removed; the same command completes what a crash left in
+//! between.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,33 +10,22 @@ use delta::Epoch;
 use device::WriteWatch;
 use extents::Bitmap;
 use lineage::Lives;
-use replica::{Demoted, Demotion, GaveUp, Lineage, Released, Replica, UnsureSet};
+use replica::{Demotion, GaveUp, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
 use source::{About, Handle, History, Membership, SourceError, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
-use crate::extract::fed;
-use crate::far::list;
+use crate::options::GiveUp;
+use crate::promote::{PromoteOptions, promote};
 use crate::report::{Progress, Summary};
 use crate::roles::refuse_unfinished;
-use crate::saved::{save, whole_delta};
-use crate::site::Site;
+use crate::saved::save;
+use crate::site::{Site, list};
 
 /// How to demote.
 #[derive(Debug, Clone, Default)]
 pub struct DemoteOptions {
-    /// The epoch in common, by its number or as a checkpoint. Without it, the oldest at which a replica is known to be; where none is
-    /// known, the one at which the source was promoted.
-    pub since: Option<String>,
-    /// The same for the disks of a group, by the names of their files.
-    pub each: Vec<(String, String)>,
-    /// The group that is demoted with it.
-    pub group: Option<String>,
-    /// Write what was written since as a delta to this file, which must not exist, or be what an interrupted demotion has written.
-    pub save: Option<PathBuf>,
-    /// Give up what was written since.
-    pub discard: bool,
     /// Only report what would be done.
     pub dry_run: bool,
     /// Where the new replica keeps lineage and journal.
@@ -60,11 +48,11 @@ pub struct DemoteSummary {
     /// The lives that led to what it is.
     #[serde(skip)]
     pub lives: Lives,
-    /// The epoch in common; `None` if what was written is not known.
+    /// The epoch at which it counts as a replica; `None` if what was given up is not known.
     pub epoch: Option<u64>,
     /// The last epoch.
     pub last_epoch: Option<u64>,
-    /// Bytes written after the epoch in common; `None` if that is not known.
+    /// Bytes written after that epoch, which are given up; `None` if that is not known.
     pub bytes_unsure: Option<u64>,
     /// Where they were saved.
     pub saved: Option<PathBuf>,
@@ -83,11 +71,21 @@ pub struct DemoteSummary {
 /// The last sync of a source.
 pub type LastSync<'a> = &'a mut dyn FnMut(&Handle) -> Result<Summary, SyncError>;
 
-/// Makes the source `what` a replica. With `last_sync`, of the replica that this brings up to date.
+/// At which of its moments a source becomes a replica.
+pub(crate) enum At<'a> {
+    /// That of a last sync, which must be its last one.
+    Synced(LastSync<'a>),
+    /// The present one, of which nothing is given up: this epoch, or else that of its promotion, if nothing was written since; otherwise
+    /// one that is cut now.
+    Now(Option<Epoch>),
+    /// An epoch that it has in common with a disk that goes on, by its number, if there is one: what was written since is given up.
+    Apart(Option<u64>, GiveUp),
+}
+
+/// Makes the source `what` a replica, which holds all that was written to it. With `last_sync`, of the replica that this brings up to date.
 ///
 /// # Errors
-/// Refused if it is in use or not a source, and if it was written to after the epoch in common and the options say neither to save
-/// nor to discard that. It is the source that it was then.
+/// Refused if it is in use or not a source. It is the source that it was then.
 pub fn demote(
     state: &dyn Site,
     what: &str,
@@ -95,7 +93,53 @@ pub fn demote(
     last_sync: Option<LastSync<'_>>,
     progress: Progress<'_>,
 ) -> Result<DemoteSummary, SyncError> {
-    demote_if(state, what, options, last_sync, progress, &|place, path| refuse_member(state, place, path))
+    let at = last_sync.map_or(At::Now(None), At::Synced);
+    demote_if(state, what, options, at, progress, &|place, path| refuse_member(state, place, path))
+}
+
+/// Makes a disk a replica again that went its own way as a source since an epoch, or since one that is not known. A former source is
+/// promoted before: that loses nothing, and what was cut off then is done again. Members of a group are given up one by one.
+///
+/// # Errors
+/// As [`demote`]; refused also if what was written is to be saved and is not known.
+pub(crate) fn give_up(
+    state: &dyn Site,
+    path: &Path,
+    journal_dir: Option<&Path>,
+    (since, how): (Option<u64>, &GiveUp),
+    progress: Progress<'_>,
+) -> Result<(), SyncError> {
+    let journal_dir = journal_dir.map(Path::to_path_buf);
+    let lineage = state.lineage(path, &state.opening(journal_dir.as_deref()))?;
+    let (open, own) = (state.unsaid(), journal_dir.clone());
+    let mut options = DemoteOptions { journal_dir: own, open, ..DemoteOptions::default() };
+    let former =
+        lineage.is_some_and(|lineage| lineage.role.demoted.is_some() && lineage.role.promoted.is_none());
+    if former {
+        let device = device::identity(path).ok().filter(device::Identity::is_block);
+        let watch = device.as_ref().map(WriteWatch::begin).transpose();
+        let watch = watch.map_err(SyncError::io(format!("flush {}", path.display())))?;
+        promote(state, path, &PromoteOptions { force: true, journal_dir, ..PromoteOptions::default() })?;
+        // Opened as a replica, it was found to be as it was left.
+        options.open.trust_device |= watch.as_ref().is_some_and(WriteWatch::is_still);
+        options.watch = watch.map(Arc::new);
+    }
+    if let GiveUp::Save(file) = how {
+        make_folder_of(file)?;
+    }
+    let demote =
+        |at: At<'_>| demote_if(state, &path.to_string_lossy(), &options, at, progress, &|_, _| Ok(()));
+    demote(At::Apart(since, how.clone())).map(drop).inspect_err(|_| {
+        // Refused, it is no source again that it was not before.
+        let _ = former.then(|| demote(At::Now(None)));
+    })
+}
+
+/// Makes the folder of a file, in one that is there.
+#[allow(clippy::disallowed_methods, reason = "named by the user, wherever it is")]
+fn make_folder_of(file: &Path) -> Result<(), SyncError> {
+    let Some(folder) = file.parent().filter(|folder| !folder.exists()) else { return Ok(()) };
+    std::fs::create_dir(folder).map_err(SyncError::io(format!("make the folder {}", folder.display())))
 }
 
 /// The same, if nothing speaks against it for the source whose state is in this folder, at this path, and that is no replica yet.
@@ -103,7 +147,7 @@ pub(crate) fn demote_if(
     state: &dyn Site,
     what: &str,
     options: &DemoteOptions,
-    last_sync: Option<LastSync<'_>>,
+    at: At<'_>,
     progress: Progress<'_>,
     admit: &dyn Fn(&Path, &Path) -> Result<(), SyncError>,
 ) -> Result<DemoteSummary, SyncError> {
@@ -113,7 +157,7 @@ pub(crate) fn demote_if(
     let opening = state.opening(options.journal_dir.as_deref());
     let lineage = if state.exists(&path) { state.lineage(&path, &opening)? } else { None };
     if let Some(lineage) = lineage.filter(|lineage| lineage.role.promoted.is_none()) {
-        return again(state, &path, known, &lineage, (options, &opening));
+        return again(state, &path, known, &lineage, &opening);
     }
     refuse_unfinished(&path, state)?;
     let Some((place, _)) = known else {
@@ -124,7 +168,7 @@ pub(crate) fn demote_if(
     admit(&place, &path)?;
     let handle = state.attach(what, &options.open)?;
     let watch = options.watch.clone().map_or_else(|| watch(&handle, options), |watch| Ok(Some(watch)))?;
-    let found = follow(&handle, options, last_sync, progress);
+    let found = follow(&handle, options, at, progress);
     let about = handle.about().clone();
     handle.close()?;
     let (mut summary, demotion) = found?;
@@ -181,7 +225,7 @@ fn leave_knowledge(state: &dyn Site, place: &Path, replica: &Replica) {
 }
 
 fn released(term: u64, demotion: &Demotion) -> Option<Released> {
-    let exact = demotion.since.as_ref().filter(|(_, also, unsure)| also.is_empty() && unsure.is_empty());
+    let exact = demotion.since.as_ref().filter(|(_, unsure)| unsure.is_empty());
     exact.map(|(epoch, ..)| Released { epoch: *epoch, term })
 }
 
@@ -200,7 +244,7 @@ fn again(
     path: &Path,
     known: Option<(PathBuf, About)>,
     lineage: &Lineage,
-    (options, opening): (&DemoteOptions, &replica::Options),
+    opening: &replica::Options,
 ) -> Result<DemoteSummary, SyncError> {
     let (Some(source), Some(demoted)) = (lineage.source, &lineage.role.demoted) else {
         return Err(SyncError::Refused(format!(
@@ -215,19 +259,17 @@ fn again(
         }
         state.forget(&place, &about)?;
     }
-    let saved =
-        still_saved(path, (source, lineage, demoted), options, &|| state.demotes_anew(path, opening))?;
     let term = lineage.role.term;
-    let exact = lineage.unsure.is_nothing() && lineage.role.also().is_empty();
+    let exact = lineage.unsure.is_nothing();
     Ok(DemoteSummary {
         path: path.to_path_buf(),
         source,
         term,
         lives: lineage.role.all_lives().clone(),
         epoch: lineage.epoch.map(|epoch| epoch.number),
-        last_epoch: lineage.role.also().last().copied().or(lineage.epoch).map(|epoch| epoch.number),
+        last_epoch: lineage.epoch.map(|epoch| epoch.number),
         bytes_unsure: lineage.epoch.map(|_| lineage.unsure_bytes()),
-        saved,
+        saved: demoted.saved.clone(),
         again: true,
         dry_run: false,
         released: lineage.epoch.filter(|_| exact).map(|epoch| Released { epoch, term }),
@@ -235,110 +277,68 @@ fn again(
     })
 }
 
-/// The file of `--save`, if the demotion has written it. A disk that was demoted without it, or at another epoch than is asked for, is refused:
-/// what was written to it is there until the next sync, and nothing says that it is not wanted.
-fn still_saved(
-    path: &Path,
-    (source, lineage, demoted): (Uuid, &Lineage, &Demoted),
-    options: &DemoteOptions,
-    anew: &dyn Fn() -> Vec<Epoch>,
-) -> Result<Option<PathBuf>, SyncError> {
-    let here = lineage.epoch.map(|epoch| epoch.number);
-    let asked = options.since.as_ref().and_then(|since| since.parse::<u64>().ok());
-    let elsewhere = asked.is_some() && asked != here;
-    let file = options.save.as_ref();
-    if file.is_none() && (!elsewhere || options.discard) {
-        return Ok(None);
-    }
-    if let (Some(file), Some(epoch), false) = (file.filter(|file| file.exists()), lineage.epoch, elsewhere) {
-        if demoted.saved.is_some() && whole_delta(file, source, &epoch)? == demoted.saved {
-            return Ok(Some(file.clone()));
-        }
-    }
-    // A promotion for nothing would leave a second source.
-    let since = asked.or(here).filter(|number| anew().iter().any(|epoch| epoch.number == *number));
-    let path = path.display();
-    let way = match (since, asked.or(here)) {
-        (Some(since), _) => format!(
-            "\"dsync promote --force {path}\" makes it the source again; before anything uses it, \"dsync demote --since {since} --save \
-             FILE {path}\" saves what was written in a new file, and demotes it at epoch {since}"
-        ),
-        (None, Some(number)) => format!(
-            "what was written after epoch {number} cannot be saved as a delta, so copy the disk first if it is wanted"
-        ),
-        (None, None) => "copy the disk first if it is wanted".into(),
-    };
-    Err(SyncError::Refused(format!(
-        "{path} was demoted before, {}, so --save and --since were not heeded, and nothing was saved now. Until the next sync to it, what \
-         was written to it is there: {way}",
-        match here {
-            Some(epoch) =>
-                format!("at epoch {epoch}, with {} written since", device::human_size(lineage.unsure_bytes())),
-            None => "without knowing what was written to it".into(),
-        },
-    )))
-}
-
-/// Finds what the replica will be, and saves what was written.
+/// Finds what the replica will be, and saves what is given up if it is to be saved.
 pub(crate) fn follow(
     handle: &Handle,
     options: &DemoteOptions,
-    last_sync: Option<LastSync<'_>>,
+    at: At<'_>,
     progress: Progress<'_>,
 ) -> Result<(DemoteSummary, Demotion), SyncError> {
     let about = handle.about();
     let path = about.path.display();
     refuse_in_use(handle)?;
-    let planned = last_sync.is_some();
-    let epoch = match last_sync {
-        Some(last_sync) => {
+    let (epoch, how) = match at {
+        At::Synced(last_sync) => {
             let synced = last_sync(handle)?;
             refuse_unrepaired(&about.path, &synced)?;
             match synced.epoch {
-                Some(epoch) => handle.epoch(&epoch.to_string())?,
+                Some(epoch) => (Some(handle.epoch(&epoch.to_string())?), None),
                 // A dry run.
-                None => in_common(handle, options)?,
+                None => (handle.last_epoch()?, None),
             }
         }
-        None => in_common(handle, options)?,
+        At::Now(_) if options.dry_run => (handle.last_epoch()?, None),
+        At::Now(earlier) => (Some(present(handle, earlier.or(about.began))?), None),
+        At::Apart(since, how) => {
+            (since.map(|since| handle.epoch(&since.to_string())).transpose()?, Some(how))
+        }
     };
-    let mut written = written(handle, &epoch)?;
-    let clean = written.as_ref().is_ok_and(|(blocks, _)| blocks.is_clean());
+    let not_known = "its history does not go back to an epoch that both have";
+    let written = |epoch: &Option<Epoch>| match epoch {
+        Some(epoch) => written(handle, epoch),
+        None => Ok(Err(not_known.into())),
+    };
+    let mut found = written(&epoch)?;
+    let clean = found.as_ref().is_ok_and(Bitmap::is_clean);
     let mut saved = None;
-    match &options.save {
-        _ if planned && !clean && !options.dry_run => {
+    match (&how, &epoch) {
+        _ if options.dry_run => {}
+        (None, _) if !clean => {
             return Err(SyncError::Refused(format!(
-                "{path} was written to after its last sync: stop what writes to it, and run the command again"
+                "{path} was written to after its last epoch: stop what writes to it, and run the command again"
             )));
         }
-        _ if planned => {}
-        // A promotion is of a certain epoch, and that of a replica that was rewound is an earlier one.
-        Some(file) if clean && options.since.is_none() && about.began.is_none() => {
-            return Err(nothing_to_save(handle, &epoch, file));
-        }
-        Some(_) if written.is_err() => return Err(unknown(handle, &epoch, options, written.err())),
-        _ if options.dry_run => {}
-        Some(file) => {
-            save(handle, &epoch, file, progress)?;
+        (Some(GiveUp::Save(file)), Some(epoch)) if found.is_ok() => {
+            save(handle, epoch, file, progress)?;
             saved = Some(file.clone());
             // The delta has ended an epoch.
-            written = self::written(handle, &epoch)?;
+            found = written(&Some(*epoch))?;
         }
-        None if clean || options.discard => {}
-        None => return Err(unsaved(handle, &epoch, &written, options.group.as_deref())),
+        (Some(GiveUp::Save(_)), _) => return Err(unsaveable(handle, &found.err().unwrap_or_default())),
+        _ => {}
     }
     let block_size = u64::from(about.block_size);
-    let (since, lives) = (written.ok(), handle.lives()?);
+    let (blocks, lives) = (found.ok(), handle.lives()?);
     let gave_up = about.began.filter(|_| about.gave_up);
     let summary = DemoteSummary {
         path: about.path.clone(),
         source: about.uuid,
         term: about.term,
         lives: lives.clone(),
-        epoch: since.as_ref().map(|_| epoch.number),
+        epoch: epoch.filter(|_| blocks.is_some()).map(|epoch| epoch.number),
         last_epoch: handle.last_epoch()?.map(|last| last.number),
-        bytes_unsure: since.as_ref().map(|(blocks, _)| blocks.count().saturating_mul(block_size)),
-        saved,
+        bytes_unsure: blocks.as_ref().map(|blocks| blocks.count().saturating_mul(block_size)),
+        saved: saved.clone(),
         again: false,
         dry_run: options.dry_run,
         released: None,
@@ -351,10 +351,46 @@ pub(crate) fn follow(
         gave_up: gave_up.map(|began| GaveUp { term: about.term, began }),
         block_size: about.block_size,
         size: handle.reader()?.len(),
-        since: since.map(|(blocks, also)| (epoch, also, UnsureSet::of_blocks(&blocks, block_size))),
-        saved: summary.saved.as_ref().and(handle.last_epoch()?),
+        since: epoch.zip(blocks).map(|(epoch, blocks)| (epoch, UnsureSet::of_blocks(&blocks, block_size))),
+        saved,
     };
     Ok((summary, demotion))
+}
+
+/// The epoch that a source is at: an earlier one, if nothing was written since. A promotion after which nothing was written leaves the
+/// replica that it was.
+fn present(handle: &Handle, earlier: Option<Epoch>) -> Result<Epoch, SyncError> {
+    let cut = handle.view(false)?.epoch();
+    match earlier {
+        Some(earlier) if written(handle, &earlier)?.is_ok_and(|blocks| blocks.is_clean()) => Ok(earlier),
+        _ => Ok(cut),
+    }
+}
+
+/// Blocks written after an epoch; or why they are not known.
+pub(crate) fn written(handle: &Handle, epoch: &Epoch) -> Result<Result<Bitmap, String>, SyncError> {
+    match handle.written_after(epoch) {
+        Ok((blocks, _)) => Ok(Ok(blocks)),
+        Err(SourceError::Lost { why, .. }) => Ok(Err(why)),
+        Err(other) => Err(other.into()),
+    }
+}
+
+/// Why what was written cannot be saved where it is not known.
+fn unsaveable(handle: &Handle, why: &str) -> SyncError {
+    let about = handle.about();
+    let path = about.path.display();
+    // Its user may know better.
+    let trust = match about.identity.is_block() {
+        true => format!(
+            "if nothing else wrote to it since it was served, run \"dsync demote --trust-device {path}\" there, and the sync again; otherwise "
+        ),
+        false => String::new(),
+    };
+    SyncError::Refused(format!(
+        "what was written to {path} is not known ({why}), so it cannot be saved as a delta: {trust}copy the disk first if it is wanted, and pass \
+         --discard-there instead of --save-there"
+    ))
 }
 
 /// Refuses to hand over to a replica that verification found different.
@@ -383,111 +419,4 @@ pub(crate) fn refuse_in_use(handle: &Handle) -> Result<(), SyncError> {
         (false, None) => return Ok(()),
     };
     Err(SyncError::Refused(why))
-}
-
-/// The epoch that the source has in common with what succeeds it.
-pub(crate) fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoch, SyncError> {
-    if let Some(what) = &options.since {
-        return handle.epoch(what).map_err(|error| match error {
-            SourceError::Unknown(why) => SyncError::Refused(format!(
-                "{why}. If it was restored from a copy, or its host rolled back, it need not have had that epoch: \"dsync sync\" to it from the \
-                 disk that was promoted names what the two have in common"
-            )),
-            other => other.into(),
-        });
-    }
-    let oldest = fed(&handle.bookmarks()?).min_by_key(|epoch| epoch.number);
-    // What succeeds a promoted source may be another branch, with nothing of this term.
-    handle.about().began.or(oldest).ok_or_else(|| {
-        SyncError::Refused(format!(
-            "no replica of {} is known, so there is no epoch in common with another source: name it with --since EPOCH, as \
-             \"dsync status\" shows it for the replica that was promoted",
-            handle.about().path.display()
-        ))
-    })
-}
-
-/// The earliest epoch of this term at which a replica is known to be.
-pub(crate) fn first_fed(handle: &Handle) -> Option<Epoch> {
-    let bookmarks = handle.bookmarks().ok()?;
-    let began = handle.about().began.map_or(0, |began| began.number);
-    fed(&bookmarks).filter(|epoch| epoch.number > began).min_by_key(|epoch| epoch.number)
-}
-
-/// Blocks written after an epoch, and the later epochs.
-pub(crate) type Written = (Bitmap, Vec<Epoch>);
-
-/// What was written after an epoch; or why that is not known.
-pub(crate) fn written(handle: &Handle, epoch: &Epoch) -> Result<Result<Written, String>, SyncError> {
-    match handle.written_after(epoch) {
-        Ok(written) => Ok(Ok(written)),
-        Err(SourceError::Lost { why, .. }) => Ok(Err(why)),
-        Err(other) => Err(other.into()),
-    }
-}
-
-/// Why what was written cannot be saved where it is not known.
-fn unknown(handle: &Handle, epoch: &Epoch, options: &DemoteOptions, why: Option<String>) -> SyncError {
-    let (about, why) = (handle.about(), why.unwrap_or_default());
-    // Its user may know better.
-    let trust = match about.identity.is_block() && !options.open.trust_device {
-        true => "if nothing else wrote to it since it was served, pass --trust-device; otherwise ",
-        false => "",
-    };
-    SyncError::Refused(format!(
-        "what was written to {} since epoch {epoch} is not known ({why}), so it cannot be saved as a delta: {trust}copy the disk first if it is \
-         wanted, and pass --discard instead of --save",
-        about.path.display()
-    ))
-}
-
-fn unsaved(
-    handle: &Handle,
-    epoch: &Epoch,
-    written: &Result<Written, String>,
-    group: Option<&str>,
-) -> SyncError {
-    let about = handle.about();
-    let path = about.path.display();
-    let when = handle.history().ok().and_then(|history| {
-        let entry = history.epochs().into_iter().find(|entry| entry.epoch == *epoch)?;
-        Some(format!(" ({})", device::moment(entry.time)))
-    });
-    let when = when.unwrap_or_default();
-    let (planned, save) = match group {
-        Some(name) => {
-            (format!("folder of the replicas that take over, \"dsync demote --group {name} DIR\""), "FOLDER")
-        }
-        None => (format!("replica that takes over, \"dsync demote {path} DST\""), "FILE"),
-    };
-    SyncError::Refused(match written {
-        Ok((blocks, _)) => {
-            let bytes = device::human_size(blocks.count().saturating_mul(about.block_size.into()));
-            let count = blocks.count();
-            format!(
-                "{count} block{} ({bytes}) written to {path} since epoch {}{when}, the last one known here to be in common, will be overwritten by \
-                 the next sync to it. In a planned switch name the {planned}, which sends them to it. If it was promoted without them, pass \
-                 --save {save} to keep them as a delta, or --discard to give them up",
-                if count == 1 { "" } else { "s" },
-                epoch.number
-            )
-        }
-        Err(why) => format!(
-            "what was written to {path} since epoch {}{when}, the last one known here to be in common, is not known ({why}): the next sync \
-             to it compares everything, and overwrites what differs. In a planned switch name the {planned}, which sends what is lacking. If it was promoted without that, copy the disk first if it is wanted; then pass --discard",
-            epoch.number
-        ),
-    })
-}
-
-/// With an epoch that is guessed, there is nothing to be saved: a file that is asked for is not left out without a word.
-fn nothing_to_save(handle: &Handle, epoch: &Epoch, file: &Path) -> SyncError {
-    SyncError::Refused(format!(
-        "nothing was written to {} since epoch {}, the last one known here to be in common, so there is nothing to save in {}. \
-         If the replica that was promoted had been rewound, the one in common is earlier: name it with --since EPOCH, as \
-         \"dsync promote\" has said it. Otherwise omit --save",
-        handle.about().path.display(),
-        epoch.number,
-        file.display(),
-    ))
 }

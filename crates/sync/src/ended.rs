@@ -34,8 +34,8 @@ impl Ending {
         Ok(())
     }
 
-    /// The disks that it has ended, or made replicas, and that are nothing else since, by their present paths: each with the epoch in
-    /// common, and whether it is a source still.
+    /// The disks that it has ended, or made replicas, and that are nothing else since, by their present paths: each with where it was,
+    /// and whether it is a source still.
     pub(crate) fn disks(&self, state: &dyn Site) -> Result<Vec<Ended>, SyncError> {
         let known = state.sources()?;
         let mut disks = Vec::new();
@@ -65,7 +65,7 @@ pub(crate) struct Ended {
     pub path: PathBuf,
     /// What its replica is called.
     pub file: String,
-    /// The epoch in common.
+    /// Where it was when that was decided.
     pub epoch: Epoch,
     /// It is not demoted yet.
     pub is_source: bool,

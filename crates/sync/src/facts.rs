@@ -91,24 +91,6 @@ pub(crate) fn lives_at(handle: &Handle, epoch: &delta::Epoch) -> Result<Lives, S
     Ok(handle.lives()?.upto(Point::number(epoch.number, 0)))
 }
 
-/// A demoted source is any of several epochs, but for the blocks that it is unsure of: takes the newest that this source knows. What a sync
-/// that was cut off has brought to it stays at the epoch of that.
-pub(crate) fn newest_known(handle: &Handle, mut status: Status) -> Result<Status, SyncError> {
-    let replica = &mut status.replica;
-    if replica.role.also().is_empty() {
-        return Ok(status);
-    }
-    let history = handle.history()?;
-    let known = |epoch: &&delta::Epoch| history.size_at(epoch).is_some();
-    if let Some(newest) = replica.role.also().iter().rev().find(known).copied() {
-        let since = replica.epoch.replace(newest);
-        replica.role.counts_as(&newest);
-        let rest = replica.positions.iter_mut().filter(|position| position.epoch == since);
-        rest.for_each(|position| position.epoch = Some(newest));
-    }
-    Ok(status)
-}
-
 /// The moment of a view, for a delta to the replica of `choice`.
 pub(crate) fn moment<'a>(
     handle: &'a Handle,

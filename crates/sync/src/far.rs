@@ -17,16 +17,17 @@ use serde::Serialize;
 use source::{Attended, SourceError, StateDir};
 
 use crate::compared::while_linked;
+use crate::demote::give_up;
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Found, Moments, Open, PLAN, Plan, Primary, RESULT, Status, VERDICT,
-    nonsense, of_digest_report, of_sum_report, to_unit, unexpected,
+    Apart, COMMITTED, Committed, FAILED, Failed, Found, Moments, Open, PLAN, Plan, Primary, RESULT, Status,
+    VERDICT, nonsense, of_digest_report, of_sum_report, to_unit, unexpected,
 };
 use crate::mirror_receiver::receive_batches;
 use crate::primary::{primary_at, refuse_adoption, refuse_merge};
 use crate::report::Progress;
-use crate::site::Site;
+use crate::site::{Site, list};
 
 /// Opens a replica of this host.
 pub(crate) fn open_here(open: &Open, path: &Path, state: &dyn Site) -> Result<Opened, SyncError> {
@@ -104,12 +105,7 @@ pub fn known_replicas(state: &StateDir) -> KnownReplicas {
     KnownReplicas::new(state.replica_list(), state.replicas_folder())
 }
 
-/// Lists a replica. Only `dsync status` reads that: a sync does not fail where it cannot be written.
-pub(crate) fn list(replica: &Replica, known: Option<&KnownReplicas>) {
-    let _ = known.map(|known| known.add(replica));
-}
-
-/// The same of one that something is received for, with where that comes from.
+/// Lists a replica that something is received for, with where that comes from.
 pub(crate) fn list_received(replica: &Replica, known: Option<&KnownReplicas>, open: &Open) {
     list(replica, known);
     if let Some(origin) = open.origin.as_ref().filter(|origin| !origin.place.is_empty()) {
@@ -211,7 +207,13 @@ impl ReplicaEnd<'_> {
         let ReplicaEnd { sender, receiver, .. } = *self;
         let mut replica = match opened(open)? {
             Opened::Replica(replica) => replica,
-            Opened::Primary(path, primary) => return self.refuse(path, primary),
+            Opened::Primary(path, primary) => match self.say_primary(&path, primary)? {
+                Some(message) if message.kind == PLAN => {
+                    let plan: Plan = message.json()?;
+                    self.give_up(open, &path, plan.give_up, opened)?
+                }
+                end => return end.map_or(Ok(None), |message| self.last_word(Some(message), None)),
+            },
         };
         let known = self.site.and_then(Site::known);
         if replica.status().source.is_some() {
@@ -240,6 +242,13 @@ impl ReplicaEnd<'_> {
                 }
                 replica.mergeable()?;
                 list_received(&replica, known.as_ref(), open);
+            }
+            if let Some(apart) = plan.give_up {
+                let path = replica.path().to_path_buf();
+                // Its lock is needed.
+                drop(replica);
+                replica = self.give_up(open, &path, Some(apart), opened)?;
+                continue;
             }
             if let Some(released) = plan.release {
                 replica.release(released)?;
@@ -280,18 +289,35 @@ impl ReplicaEnd<'_> {
         Ok(())
     }
 
-    /// Says that the destination is a source itself: nothing is received.
-    fn refuse(&self, path: PathBuf, primary: Primary) -> Result<Option<Message>, SyncError> {
+    /// Says that the destination is a source itself: nothing is received for it as it is. What the source's side answers; `None` if it says
+    /// goodbye.
+    fn say_primary(&self, path: &Path, primary: Primary) -> Result<Option<Message>, SyncError> {
         let status = Status::of(replica::Status::nothing());
-        let shown = path.display().to_string();
-        let term = primary.term;
-        Status { path, primary: Some(primary), ..status }.say(self.sender)?;
+        Status { path: path.to_path_buf(), primary: Some(primary), ..status }.say(self.sender)?;
         match self.receiver.recv()? {
-            None => Ok(None),
-            Some(message) if message.kind == FAILED => Err(unexpected(&message)),
-            // An earlier version, which does not know what it was told.
-            Some(_) => Err(SyncError::Refused(format!(
-                "{shown} is a source itself (term {term}): run \"dsync demote {shown}\" there first"
+            Some(message) if ![PLAN, RESULT].contains(&message.kind) => Err(unexpected(&message)),
+            answer => Ok(answer),
+        }
+    }
+
+    /// Gives up what was written to a disk since it went its own way, as its user has consented to, and opens the replica that it is then.
+    fn give_up(
+        &self,
+        open: &Open,
+        path: &Path,
+        apart: Option<Apart>,
+        opened: Opener<'_>,
+    ) -> Result<Box<Replica>, SyncError> {
+        let (Some(site), Some(how), Some(apart), true) = (self.site, &open.give_up, apart, self.writes)
+        else {
+            return Err(nonsense("what is to be given up"));
+        };
+        give_up(site, path, open.journal_dir.as_deref(), (apart.since, how), self.progress)?;
+        match opened(open)? {
+            Opened::Replica(replica) => Ok(replica),
+            Opened::Primary(..) => Err(SyncError::Refused(format!(
+                "{} became a source again while it was given up: stop what does that, and run the command again",
+                path.display()
             ))),
         }
     }

@@ -16,9 +16,10 @@ use serde::Serialize;
 use source::{GroupHandle, Handle, View};
 
 use crate::account::Account;
+use crate::conflict::{Conflict, ways_of_group, with_ends};
 use crate::cut_hook::around;
 use crate::error::SyncError;
-use crate::facts::{acknowledge, bookmark, facts, moment, newest_known, note_older};
+use crate::facts::{acknowledge, bookmark, facts, moment, note_older};
 use crate::live::Approach;
 use crate::messages::{
     COMMIT_GROUP, Committed, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, Status, expect, nonsense, part,
@@ -27,7 +28,7 @@ use crate::messages::{
 use crate::options::SyncOptions;
 use crate::pack::reading;
 use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
-use crate::push::{bring, estimate, replica_for_sync};
+use crate::push::{bring, estimate};
 use crate::report::{Progress, Summary, Totals};
 use crate::transfer::{Prepared, Transfer, heard};
 
@@ -128,7 +129,7 @@ impl<'a> GroupSession<'a> {
         for (handle, file) in group.members().iter().zip(group.files()) {
             names.push(format!("{}/{file}", destination.trim_end_matches('/')));
             paths.push(dir.join(file));
-            members.push(replica_for_sync(&dir.join(file), options).beside(handle)?);
+            members.push(Open::for_sync(&dir.join(file), options).beside(handle)?);
             let name = names.last().map_or("", String::as_str);
             let account = Account::begin(handle, (&dir.join(file), name), &options.way, "sync");
             accounts.push(if options.dry_run { account.dry() } else { account });
@@ -170,8 +171,8 @@ impl<'a> GroupSession<'a> {
 
     fn bring_together(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
         self.statuses.clear();
-        for handle in self.group.members() {
-            self.statuses.push(newest_known(handle, Status::hear(self.receiver)?)?);
+        for _ in self.group.members() {
+            self.statuses.push(Status::hear(self.receiver)?);
         }
         let choices = self.choose_all()?;
         if !self.options.dry_run {
@@ -234,7 +235,14 @@ impl<'a> GroupSession<'a> {
 
     /// What the other side said of a replica, with the ends of its sync in the commands that it names.
     fn named(&self, error: SyncError) -> SyncError {
-        let SyncError::Far { message, class } = error else { return error };
+        let (message, class) = match error {
+            SyncError::Far { message, class } => (message, class),
+            SyncError::Conflict(Conflict::Diverged(diverged)) => {
+                let said = diverged.said(&ways_of_group(self.group.name()));
+                return SyncError::Diverged(said);
+            }
+            other => return other,
+        };
         let members = self.group.members().iter().zip(&self.paths).zip(&self.names);
         let is_meant = |path: &PathBuf| {
             let after = path.to_str().and_then(|path| Some(message.split_once(path)?.1));
@@ -242,9 +250,7 @@ impl<'a> GroupSession<'a> {
         };
         let meant = members.into_iter().find(|((_, path), _)| is_meant(path));
         let message = match meant {
-            Some(((handle, _), name)) => {
-                message.replace("SRC DST", &format!("{} {name}", handle.about().path.display()))
-            }
+            Some(((handle, _), name)) => with_ends(&message, &handle.about().path.to_string_lossy(), name),
             None => message,
         };
         SyncError::Far { message, class }
@@ -331,7 +337,7 @@ impl<'a> GroupSession<'a> {
             summary.bytes_received = traffic.received() - before.1;
             summary.seconds = began.elapsed().as_secs_f64();
             seeded.push((at, summary));
-            self.statuses[at] = newest_known(handle, Status::hear(self.receiver)?)?;
+            self.statuses[at] = Status::hear(self.receiver)?;
         }
         Ok(seeded)
     }

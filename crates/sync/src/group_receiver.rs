@@ -5,15 +5,15 @@ use std::path::{Path, PathBuf};
 use delta::Epoch;
 use replica::{Commit, Coverage, Group, KnownReplicas, Lineage, Membership, Replica};
 
+use crate::conflict::ways_of_group;
 use crate::error::SyncError;
-use crate::far::{Opened, ReplicaEnd, Taken, list, list_received, open_member, say_status};
-use crate::group_demote::demotion_since;
+use crate::far::{Opened, ReplicaEnd, Taken, list_received, open_member, say_status};
 use crate::messages::{
     COMMIT_GROUP, COMMITTED, Committed, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
     unexpected,
 };
 use crate::primary::primary_at;
-use crate::site::Site;
+use crate::site::{Site, list};
 
 /// The replicas of a group.
 pub(crate) struct OpenedGroup {
@@ -55,38 +55,24 @@ fn diverged(asked: &OpenGroup, paths: &[PathBuf], term: u64, (dir, state): (&Pat
     let primary = |open: &Open, path: &Path| {
         primary_at(path, &state.opening(None), state, open.origin.as_ref()?).ok().flatten()
     };
-    // Here they may be called otherwise.
-    let known = state.group_members(&asked.name).unwrap_or_default();
-    let file = |path: &Path| {
-        let member = known.iter().find(|(_, about, _)| about.path == state.real(path));
-        member.map_or_else(|| source::file_name(path), |(_, about, group)| group.file_of(&about.path))
-    };
-    // There may be none yet of a disk that has joined.
-    let there = asked.members.iter().zip(paths).filter(|(_, path)| state.exists(path));
-    let found: Vec<_> = there.map(|(open, path)| (path, file(path), primary(open, path))).collect();
-    let epochs = found.iter().map(|(.., primary)| {
-        let epoch = primary.as_ref().and_then(|primary| primary.common.or(primary.began));
-        epoch.map_or("EPOCH".into(), |epoch| epoch.number.to_string())
-    });
-    let epochs: Vec<String> = epochs.collect();
-    let named = found.iter().zip(&epochs).map(|((_, file, _), epoch)| (file.as_str(), epoch));
-    let (name, demote) = (&asked.name, demotion_since(&asked.name, named));
-    let alone = found.iter().zip(&epochs).find(|((.., primary), _)| primary.is_some());
-    if let (true, Some(((path, ..), epoch))) = (found.iter().any(|(.., primary)| primary.is_none()), alone) {
-        let path = path.display();
-        return SyncError::Diverged(format!(
-            "{path} is a source itself (term {term}), and other disks of the group {name} in {} are replicas: one was promoted without the others. \
-             Where it is, run \"dsync demote --since {epoch} --save FILE {path}\", which makes it a replica again and saves what was written to it; \
-             or promote each of the others by itself there",
-            dir.display()
-        ));
-    }
+    let name = &asked.name;
     let other = asked.members.iter().find_map(|open| open.origin.as_ref()).map_or(0, |origin| origin.term);
+    let also = match asked
+        .members
+        .iter()
+        .zip(paths)
+        .find(|(open, path)| state.exists(path) && primary(open, path).is_none())
+    {
+        Some((_, path)) => {
+            format!(", but for {}, which is a replica: one was promoted without the others", path.display())
+        }
+        None => String::new(),
+    };
     SyncError::Diverged(format!(
-        "the group {name} and its disks in {} have diverged: both are sources, of the terms {other} and {term}, and were apart since. Nothing was \
-         changed. One of the two has to be given up, or saved: on its host, and on no other, run \"{demote}\", then sync the group from \
-         the other one",
-        dir.display()
+        "the group {name} and its disks in {} have diverged: both are sources, of the terms {other} and {term}, apart since{also}. Nothing was \
+         changed{}",
+        dir.display(),
+        ways_of_group(name)
     ))
 }
 

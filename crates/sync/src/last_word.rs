@@ -66,9 +66,16 @@ impl LastWord<'_> {
             }
             let at = status.replica.epoch.filter(|_| status.replica.source == Some(source));
             if at != Some(released.epoch) {
-                let told = self.told().map_or(String::new(), |told| format!(", which was {told}"));
+                let way = match self.told() {
+                    Some(told) => format!(", which was {told}"),
+                    None => format!(
+                        ". If no disk has taken over, \"dsync promote --force {}\" makes this the source again and loses nothing; the same command \
+                         then sends what is lacking",
+                        path.display()
+                    ),
+                };
                 return Err(SyncError::Refused(format!(
-                    "{} is not at epoch {} of {}: give the replica of the last sync{told}",
+                    "{} is not at epoch {} of {}: give the replica of the last sync{way}",
                     destination.display(),
                     released.epoch,
                     path.display()

@@ -35,6 +35,7 @@
 
 mod account;
 mod allowed_paths;
+mod apart;
 mod attach;
 mod attempts;
 mod batching;
@@ -83,9 +84,10 @@ mod verify;
 
 pub use account::count_failure;
 pub use allowed_paths::AllowedPaths;
+pub use apart::give_up_member;
 pub use attach::{attach, attach_group, follow, follow_group, resized};
 pub use batching::Batching;
-pub use conflict::{Conflict, Diverged, Divergence, Since};
+pub use conflict::{Conflict, Diverged, Divergence, Since, with_ends};
 pub use cut_hook::CutHook;
 pub use delta::Method;
 pub use demote::{DemoteOptions, DemoteSummary, LastSync, demote};
@@ -97,12 +99,12 @@ pub use facts::PULLED;
 pub use far::merge_over;
 pub use far::{MergeOptions, Merged, known_replicas, merge, open_options, open_replica};
 pub use group::{GroupSummary, push_group};
-pub use group_demote::{Afterwards, LastGroupSync, demote_group, demotion_since};
+pub use group_demote::{Afterwards, LastGroupSync, demote_group};
 pub use group_mirror::{GroupEvent, GroupMirror, GroupMirrorSummary};
 pub use group_promote::{GroupPromotion, promote_group};
 pub use last_word::LastWord;
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
-pub use options::{LiveOptions, SyncOptions, Unreadable, Way};
+pub use options::{GiveUp, LiveOptions, SyncOptions, Unreadable, Way};
 pub use pipeline::Stages;
 pub use promote::{PromoteOptions, Promotion, promote};
 pub use pull::{Pull, PullClient, PullContext, SourceInfo, SourceRequest, Task, send};
@@ -111,7 +113,7 @@ pub use push::push;
 pub use receive::receive_over;
 pub use receive::{receive, receive_within};
 pub use replica::{Commit, Keep};
-pub use report::{Progress, Summary};
+pub use report::{GivenUp, Progress, Summary};
 pub use roles::{made_elsewhere, refuse_replica, unpromoted};
 #[doc(hidden)]
 pub use site::Site;

@@ -50,13 +50,14 @@ use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
 use lineage::Lives;
 use link::{Message, Pace, Received, Receiver, Sender};
-use replica::{Acceptable, Commit, Demoted, Keep, Released, UnsureSet};
+use replica::{Acceptable, Commit, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
 use source::{About, Handle};
 use uuid::Uuid;
 
 use crate::digests::Digests;
 use crate::error::{Class, SyncError};
+use crate::options::{GiveUp, SyncOptions};
 use crate::pipeline::Stages;
 
 pub(crate) const OPEN: u8 = 1;
@@ -119,6 +120,9 @@ pub(crate) struct Open {
     /// A member of a group is brought up to date by itself, and leaves it.
     #[serde(default)]
     pub leave: bool,
+    /// What only it has may be given up, once the source's side has told since when.
+    #[serde(default)]
+    pub give_up: Option<GiveUp>,
 }
 
 /// Opens the replicas of a group, all in one folder.
@@ -199,6 +203,21 @@ impl Open {
             keep_anyway: false,
             origin: None,
             leave: false,
+            give_up: None,
+        }
+    }
+
+    /// As a sync opens it.
+    pub(crate) fn for_sync(path: &Path, options: &SyncOptions) -> Open {
+        Open {
+            adopt: options.adopt,
+            create: options.create,
+            leave: options.leave,
+            give_up: options.give_up.clone(),
+            keep: options.keep.clone(),
+            keep_anyway: !options.dry_run,
+            digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
+            ..Open::new(path, &options.journal_dir, options.commit)
         }
     }
 
@@ -291,9 +310,19 @@ pub(crate) struct Plan {
     /// The replica was found to be as it was, whatever its times say. Answered with Committed.
     #[serde(default)]
     pub accept: bool,
+    /// What was written there since the point in common is given up, as Open has said. Answered with a new Status, and another plan.
+    #[serde(default)]
+    pub give_up: Option<Apart>,
     /// The delta may be answered with a new Status: it was counted, as there was no room for it, and is to be sent once more.
     #[serde(default)]
     pub resends: bool,
+}
+
+/// Since when a destination goes its own way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Apart {
+    /// The number of the last epoch that it has in common with the source; `None` if that is not known, or not in its history.
+    pub since: Option<u64>,
 }
 
 /// How a mirror sends batches.
@@ -402,9 +431,19 @@ pub(crate) const MAX_SIZE: u64 = i64::MAX as u64;
 
 /// A peer's text, made safe to print: one line, of bounded length, without control characters.
 pub(crate) fn text(said: &str) -> String {
+    let (text, rest) = bounded(said);
+    format!("{}{rest}", link::printable(text))
+}
+
+/// The same of several lines, for an error: whoever prints it keeps them apart from lines of its own.
+fn lines(said: &str) -> String {
+    let (text, rest) = bounded(said);
+    format!("{}{rest}", link::printable_lines(text))
+}
+
+fn bounded(said: &str) -> (&str, &str) {
     let end = (0..=said.len().min(MAX_TEXT)).rev().find(|&at| said.is_char_boundary(at)).unwrap_or(0);
-    let rest = if end < said.len() { "…" } else { "" };
-    format!("{}{rest}", link::printable(&said[..end]))
+    (&said[..end], if end < said.len() { "…" } else { "" })
 }
 
 /// The error for an invalid message of the peer.
@@ -427,6 +466,14 @@ pub(crate) fn check_path(what: &str, path: Option<&Path>) -> Result<(), SyncErro
 }
 
 impl Open {
+    /// Where what is given up is saved.
+    pub(crate) fn saves(&self) -> Option<&Path> {
+        match &self.give_up {
+            Some(GiveUp::Save(file)) => Some(file),
+            _ => None,
+        }
+    }
+
     /// Receives the request for a replica.
     pub(crate) fn hear(receiver: &Receiver) -> Result<Open, SyncError> {
         let open: Open = request(receiver, OPEN)?.json()?;
@@ -439,6 +486,7 @@ impl Open {
         check_path("the replica", Some(&self.path))?;
         check_path("the journal's folder", self.journal_dir.as_deref())?;
         check_path("the digest file", self.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
+        check_path("the file to save to", self.saves())?;
         if self.origin.as_ref().is_some_and(|origin| !origin.lives.is_sound()) {
             return Err(nonsense("the lives of the source"));
         }
@@ -545,7 +593,7 @@ impl Status {
         let ascend = positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
         let within = positions.iter().all(|part| part.upto <= MAX_SIZE);
         let bounded = self.unsure_bytes <= UnsureSet::LONGEST;
-        let bounded = bounded && role.also().len() <= Demoted::MOST && role.lives.is_sound();
+        let bounded = bounded && role.lives.is_sound();
         let bounded = bounded && self.primary.as_ref().is_none_or(|primary| primary.lives.is_sound());
         match positions.len() <= MAX_PARTS && ascend && within && bounded && *size <= MAX_SIZE {
             true => Ok(()),
@@ -571,7 +619,7 @@ impl Plan {
 pub(crate) fn unexpected(message: &Message) -> SyncError {
     if message.kind == FAILED {
         if let Ok(Failed { message, class }) = message.json() {
-            return SyncError::Far { message: text(&message), class };
+            return SyncError::Far { message: lines(&message), class };
         }
     }
     SyncError::Far {

@@ -36,6 +36,9 @@ pub struct SyncOptions {
     pub accept_source: bool,
     /// Create a new replica although the source knows of one that is not found.
     pub create: bool,
+    /// What the destination has and the source has not may be given up, in this way.
+    #[serde(default)]
+    pub give_up: Option<GiveUp>,
     /// Only to a replica that is there.
     #[serde(skip)]
     pub existing: bool,
@@ -71,6 +74,15 @@ pub struct SyncOptions {
     /// What is held open around the cut.
     #[serde(skip)]
     pub hook: Option<Arc<dyn CutHook>>,
+}
+
+/// What becomes of what only a destination has, by its user's consent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GiveUp {
+    /// It is saved first, as a delta in this new file on the destination's host.
+    Save(PathBuf),
+    /// It is lost.
+    Discard,
 }
 
 /// How the two sides reached each other.

@@ -288,8 +288,8 @@ pub(crate) fn refuse_diverged(
 
 /// Why a replica is refused of which nothing tells whether its source has all that it has.
 const UNKNOWN_BRANCH: &str = "nothing tells whether this source has all that the replica has. If what the replica has is wanted, \"dsync promote \
-                              --force\" where it is makes that the source; \"dsync sync --adopt\" compares everything, overwrites what differs in the \
-                              replica, and continues from here";
+                              --force\" where it is makes that the source; \"dsync sync --discard-there SRC DST\" compares everything, overwrites what \
+                              differs in the replica, and continues from here";
 
 fn foreign(facts: &Facts<'_>, status: &Status, why: String) -> Conflict {
     Conflict::Foreign { replica: status.path.clone(), path: facts.path.to_path_buf(), why }
@@ -303,8 +303,8 @@ fn later(epoch: &Epoch, known: u64, ahead: bool) -> String {
     };
     format!(
         "{at}, and this source knows nothing of what came after epoch {known}: its state was restored from a copy, its host rolled back, or created \
-         anew. If what the replica has is wanted, \"dsync promote --force\" where it is makes that the source; \"dsync sync --adopt\" compares \
-         everything, overwrites what differs in the replica, and continues from here"
+         anew. If what the replica has is wanted, \"dsync promote --force\" where it is makes that the source; \"dsync sync \
+         --discard-there SRC DST\" compares everything, overwrites what differs in the replica, and continues from here"
     )
 }
 
@@ -590,10 +590,8 @@ mod tests {
             replica.resumes = Some(delta::Resume { stream: OTHER, frames: 3, digest: [0; 32] });
         }
         if has("demoted") {
-            let also = if has("at") { vec![epoch(6), epoch(7)] } else { Vec::new() };
             replica.role.demoted = Some(replica::Demoted {
                 since: 0,
-                also,
                 told: None,
                 saved: None,
                 lives: Lives::default(),
@@ -676,8 +674,8 @@ mod tests {
                 epoch: epoch(4),
                 time: 0,
                 unread: 0,
-                state: None,
                 also: Vec::new(),
+                state: None,
             }),
         };
         choose(&facts, status, &options(words))
@@ -881,18 +879,24 @@ mod tests {
             ("at 5; live --keep-going", ["/source", "omit --keep-going"]),
             ("at 5; live --at-view", ["/source", "omit --at-view"]),
             ("at 5; live resized", ["/source", "dsync track add /source"]),
-            ("at 7 term2; ahead", ["dsync demote --since 5 /source", "term 2) than /source (term 1"]),
+            ("at 7 term2; ahead", ["sync from its source to /source", "term 2) than /source (term 1"]),
             ("at 7; term2 forked", ["at epoch 7 of term 1", "goes on from epoch 5"]),
-            ("at 7; term2 forked", ["far:/replica", "--adopt"]),
+            ("at 7; term2 forked", ["far:/replica", "dsync sync --discard-there SRC DST"]),
             (
                 "at 7; ahead",
-                ["at epoch 7, and this source knows nothing of what came after epoch 5", "--adopt"],
+                ["at epoch 7, and this source knows nothing of what came after epoch 5", "--discard-there"],
             ),
-            ("unsure batches at 5; ahead", ["a mirror has brought the replica past epoch 5", "--adopt"]),
-            ("at 5; strangers", ["/replica", "--adopt"]),
+            (
+                "unsure batches at 5; ahead",
+                ["a mirror has brought the replica past epoch 5", "--discard-there"],
+            ),
+            ("at 5; strangers", ["/replica", "--discard-there"]),
             ("unsure batches at 5; term2 forked", ["ahead of epoch 5 (8.00 KiB", "goes on from epoch 5"]),
-            ("unsure batches at 5; term2 forked", ["dsync rewind --to 5", "dsync promote --force"]),
-            ("unsure demoted at 5; forked", ["copy the disk there", "was demoted at epoch 5"]),
+            (
+                "unsure batches at 5; term2 forked",
+                ["dsync rewind /replica --to 5", "dsync promote --force /replica"],
+            ),
+            ("unsure demoted at 5; forked", ["so copy it first", "was demoted at epoch 5"]),
             ("none source1; term2", ["/source (term 2)", "far:/replica (term 1)"]),
             (
                 "none source1; term2",
@@ -905,28 +909,21 @@ mod tests {
             ),
             (
                 "none source1; term2 common wrote theirs",
-                [
-                    "demote --since 5 --save FILE /replica\" where far:/replica is",
-                    "demote --since 5 --save FILE /source",
-                ],
+                ["dsync sync --save-there FILE SRC DST", "dsync sync --save-there FILE DST SRC"],
             ),
             // The history of one of them does not go back to that epoch.
             (
                 "none source1; term2 common theirs",
-                ["demote --since 5 --discard /replica\" where far:/replica is", "demote --discard /source"],
+                ["dsync sync --discard-there SRC DST", "dsync sync --discard-there DST SRC"],
             ),
             (
                 "none source1; term2 common theirs",
-                ["copy far:/replica first", "(it cannot be saved as a delta)"],
-            ),
-            (
-                "none source1; term2 common theirs",
-                ["sync again with --adopt", "sync from there with --adopt"],
+                ["cannot be saved as a delta, so copy it first", "differs in far:/replica"],
             ),
             // Though that is in its past.
             (
                 "none source1; term2 common theirs begun",
-                ["demote --since 5 --save FILE /replica\" where", "copy /source first"],
+                ["dsync sync --save-there FILE SRC DST", "dsync sync --discard-there DST SRC"],
             ),
         ] {
             let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));

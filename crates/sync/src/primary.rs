@@ -46,7 +46,7 @@ fn is_source(path: &Path, term: u64) -> String {
     let path = path.display();
     format!(
         "{path} is a source itself (term {term}), and what was written to it would be overwritten. To make it a replica, run \
-         \"dsync demote {path}\" where it is: that says how much was written to it, and saves it or gives it up"
+         \"dsync demote {path}\" where it is; a sync to it then says what that overwrites, and how it is saved"
     )
 }
 

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use extents::Bitmap;
+use lineage::Point;
 use replica::{GaveUp, Outlook, Promoted, Rehearsed, Replica, ReplicaError, Verdict};
 use serde::Serialize;
 use source::Succession;
@@ -247,9 +248,10 @@ pub(crate) fn succession(
             Ok(blocks)
         }
     };
-    let mut moments = recorded.role.also().to_vec();
-    let last = moments.last().unwrap_or(&outlook.epoch).number;
-    moments.push(Epoch { number: last + 1, id: mark.id });
+    // Numbers rise along its lives, also where those of a former source go further.
+    let furthest = recorded.role.lives.lives().iter().map(Point::cut).max().unwrap_or(0);
+    let last = outlook.epoch.number.max(furthest);
+    let mut moments = vec![Epoch { number: last + 1, id: mark.id }];
     if changes.is_err() {
         // The disk may differ from what it was at the mark, and replicas may be at that epoch: what it holds now gets one of its own.
         moments.push(Epoch { number: last + 2, id: Uuid::new_v4() });

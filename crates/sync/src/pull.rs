@@ -29,7 +29,7 @@ use crate::messages::{
     MAX_SIZE, Open, PULL, RESULT, SOURCE, check_path, expect, nonsense, part, report, request,
 };
 use crate::options::{SyncOptions, Way};
-use crate::push::{push_over, replica_for_sync};
+use crate::push::push_over;
 use crate::report::{Progress, Summary};
 use crate::transfer::heard;
 use crate::verify::{Verified, VerifyOptions, replica_for_verify, verify_over};
@@ -175,7 +175,7 @@ impl Pull {
         check_path("the source", Some(&info.path))?;
         begun(&info)?;
         let (own, writes) = match &self.task {
-            Task::Sync(options) => (replica_for_sync(&self.replica, options), !options.dry_run),
+            Task::Sync(options) => (Open::for_sync(&self.replica, options), !options.dry_run),
             Task::Verify(options) => (replica_for_verify(&self.replica, options), options.repair),
         };
         let Open { source, origin, .. } = Open::hear(receiver)?;

@@ -9,15 +9,15 @@ use link::{Link, Receiver, Sender};
 use source::Handle;
 
 use crate::account::Account;
+use crate::apart::{Loss, loss, said_of_nothing};
 use crate::cut_hook::around;
-use crate::digests::Digests;
 use crate::error::SyncError;
-use crate::facts::{acknowledge, bookmark, facts, moment, newest_known, note_older, present};
+use crate::facts::{acknowledge, bookmark, facts, lives_at, moment, note_older, present};
 use crate::live::catch_up;
-use crate::messages::{Open, Status, open, part, text};
-use crate::options::SyncOptions;
+use crate::messages::{Apart, Open, Status, open, part, text};
+use crate::options::{GiveUp, SyncOptions};
 use crate::plan::{Choice, choose, cut_off, refuse_larger};
-use crate::report::{Progress, Summary, Totals};
+use crate::report::{GivenUp, Progress, Summary, Totals};
 use crate::transfer::{Answer, Prepared, Transfer, heard};
 
 /// Brings the replica at the other end of `link` up to date. `name` is how the user named the destination.
@@ -32,19 +32,6 @@ pub fn push(
     let (sender, receiver) = link.split();
     let pushed = push_over((&sender, &receiver), handle, destination, name, options, progress);
     part(sender, &receiver, pushed)
-}
-
-/// The replica as a sync opens it.
-pub(crate) fn replica_for_sync(path: &Path, options: &SyncOptions) -> Open {
-    Open {
-        adopt: options.adopt,
-        create: options.create,
-        leave: options.leave,
-        keep: options.keep.clone(),
-        keep_anyway: !options.dry_run,
-        digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
-        ..Open::new(path, &options.journal_dir, options.commit)
-    }
 }
 
 /// The same without the goodbye.
@@ -63,7 +50,7 @@ pub(crate) fn push_over(
         progress(done, total);
     };
     let pushed = (|| {
-        let replica = replica_for_sync(destination, options).beside(handle)?;
+        let replica = Open::for_sync(destination, options).beside(handle)?;
         let (began, traffic) = (Instant::now(), sender.traffic());
         let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
         let in_place = status.in_place;
@@ -90,7 +77,9 @@ pub(crate) fn bring(
     begun: impl FnOnce(),
 ) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
-    let status = newest_known(handle, status)?;
+    if let Some(how) = &options.give_up {
+        return consented(handle, transfer, status, how, begun);
+    }
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
     summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
     summary.recovered.clone_from(&status.replica.recovered);
@@ -150,6 +139,63 @@ pub(crate) fn bring(
     summary.bytes_written = committed.bytes_written;
     summary.view_bytes = view.kept_bytes();
     Ok(summary)
+}
+
+/// The same with consent to give up what only the destination has.
+fn consented(
+    handle: &Handle,
+    transfer: Transfer<'_>,
+    status: Status,
+    how: &GiveUp,
+    begun: impl FnOnce(),
+) -> Result<Summary, SyncError> {
+    let (name, options) = (transfer.name, transfer.options);
+    let facts = facts(handle, &status, name, options)?;
+    let mut later = SyncOptions { give_up: None, ..options.clone() };
+    let (status, said, given_up) = match loss(&facts, &status, options)? {
+        Loss::Nothing => {
+            let said = said_of_nothing(&status, how);
+            (status, Some(said), None)
+        }
+        Loss::Compared => {
+            (later.adopt, later.overwrite) = (true, true);
+            let since = facts.common.map(|epoch| epoch.number);
+            (status, None, Some(GivenUp { since, bytes: None, saved: None }))
+        }
+        Loss::Since(apart) if options.dry_run => {
+            let given_up = GivenUp { since: apart.since, bytes: facts.two.there.bytes, saved: None };
+            later.adopt = apart.since.is_none();
+            (as_if_given_up(handle, status, apart)?, None, Some(given_up))
+        }
+        Loss::Since(apart) => {
+            let (status, given_up) = transfer.give_up(apart)?;
+            (status, None, Some(given_up))
+        }
+    };
+    let mut summary = bring(handle, Transfer { options: &later, ..transfer }, status, begun)?;
+    summary.warnings.extend(said);
+    summary.given_up = given_up;
+    Ok(summary)
+}
+
+/// What a destination will be that gives up what was written to it, for an estimate.
+fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Status, SyncError> {
+    let source = handle.about().uuid;
+    let size = handle.reader()?.len();
+    let replica = match apart.since {
+        Some(since) => {
+            let epoch = handle.epoch(&since.to_string())?;
+            let role = replica::Role::replica(handle.about().term, lives_at(handle, &epoch)?);
+            replica::Status { role, ..replica::Status::at(source, epoch, size) }
+        }
+        None => replica::Status {
+            source: Some(source),
+            positions: vec![replica::Position { epoch: None, upto: size }],
+            size,
+            ..replica::Status::nothing()
+        },
+    };
+    Ok(Status { replica, primary: None, ..status })
 }
 
 /// The plan for a view that is taken now.

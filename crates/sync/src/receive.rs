@@ -24,7 +24,17 @@ pub fn receive_within(link: Link, site: &dyn Site, allowed: &AllowedPaths) -> Re
             "the digest file",
             open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
         )?;
-        open_here(open, &path, site)
+        allowed.only_beside("the file to save to,", open.saves())?;
+        match open_here(open, &path, site)? {
+            Opened::Primary(path, primary) if open.give_up.is_some() && allowed.is_restricted() => {
+                Err(SyncError::Refused(format!(
+                    "{0} is a source itself (term {1}), which no remote client may give up: run \"dsync demote {0}\" there first",
+                    path.display(),
+                    primary.term
+                )))
+            }
+            opened => Ok(opened),
+        }
     };
     let group: GroupOpener<'_> = &|asked| {
         let paths = asked.members.iter().map(|open| allowed.find(&open.path));

@@ -74,9 +74,23 @@ pub struct Summary {
     pub warnings: Vec<String>,
     /// Bytes that writers had to save for the view.
     pub view_bytes: u64,
+    /// What the destination gave up first, by its user's consent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given_up: Option<GivenUp>,
     /// Bytes in which the replica differed when it was verified last, and when, if that was not repaired since.
     #[serde(skip)]
     pub unrepaired: Option<(u64, u64)>,
+}
+
+/// What was written to a destination that another disk has not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GivenUp {
+    /// The number of the last epoch in common; `None` if that is not known.
+    pub since: Option<u64>,
+    /// Bytes that were written to it since; `None` if that is not known.
+    pub bytes: Option<u64>,
+    /// The file in which they were saved, where the destination is.
+    pub saved: Option<PathBuf>,
 }
 
 impl Summary {
@@ -109,6 +123,7 @@ impl Summary {
             recovered: None,
             warnings: Vec::new(),
             view_bytes: 0,
+            given_up: None,
             unrepaired: None,
         }
     }

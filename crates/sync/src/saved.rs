@@ -23,7 +23,7 @@ pub(crate) fn save(
     let fail = |what: &str| SyncError::io(format!("{what} {}", file.display()));
     let exists = || {
         SyncError::Refused(format!(
-            "{} exists, and is not a delta of all that was written to {} since epoch {}: give --save the name of a new file",
+            "{} exists, and is not a delta of all that was written to {} since epoch {}: give --save-there the name of a new file",
             file.display(),
             handle.about().path.display(),
             since.number
@@ -35,7 +35,7 @@ pub(crate) fn save(
         }
         Err(error) if error.kind() == ErrorKind::WouldBlock => {
             return Err(SyncError::Refused(format!(
-                "another process is saving in {0} ({0}.partial is locked): give --save the name of another file",
+                "another process is saving in {0} ({0}.partial is locked): give --save-there the name of another file",
                 file.display()
             )));
         }

@@ -67,6 +67,10 @@ pub trait Site: Sync {
     /// # Errors
     /// As there.
     fn attach(&self, what: &str, options: &SourceOptions) -> Result<Handle, SourceError>;
+    /// How a source is opened whose user says nothing of that.
+    fn unsaid(&self) -> SourceOptions {
+        SourceOptions::default()
+    }
     /// As [`source::succeed`].
     ///
     /// # Errors
@@ -151,4 +155,9 @@ pub trait Site: Sync {
     fn demotes_anew(&self, path: &Path, options: &replica::Options) -> Vec<Epoch> {
         replica::demotes_anew(path, options)
     }
+}
+
+/// Lists a replica. Only `dsync status` reads that: a sync does not fail where it cannot be written.
+pub(crate) fn list(replica: &Replica, known: Option<&KnownReplicas>) {
+    let _ = known.map(|known| known.add(replica));
 }

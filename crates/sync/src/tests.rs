@@ -201,7 +201,9 @@ fn what_the_other_side_says_does_nothing_to_a_terminal() {
         assert!(text.contains("owned"), "{text:?}");
     };
     let failed = serde_json::json!({"message": evil, "class": "failed"});
-    greeted(&handle, crate::messages::FAILED, &failed, None).iter().for_each(|text| harmless(text));
+    // Its lines are kept, and indented where they are printed.
+    let told = greeted(&handle, crate::messages::FAILED, &failed, None);
+    told.iter().for_each(|text| harmless(&text.replace('\n', " ")));
     let mut lie = status(handle.about().uuid);
     (lie.replica.recovered, lie.replica.changed) = (Some(evil.clone()), Some(evil));
     let (here, there) = Link::pair();
@@ -332,37 +334,14 @@ fn a_lying_source_is_found_out() {
     let _ = far.join().unwrap();
     let before = std::fs::read(&replica).unwrap();
 
-    let open = |verify| Open {
-        path: replica.clone(),
-        journal_dir: None,
-        commit: Commit::Journal,
-        adopt: false,
-        create: false,
-        verify,
-        digests: None,
-        source: None,
-        keep: None,
-        keep_anyway: false,
-        origin: None,
-        leave: false,
-    };
+    let open = |verify| Open { verify, ..Open::new(&replica, &None, Commit::Journal) };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,
         head: serde_json::to_vec(&Plan {
-            data: 0,
             bytes: u64::MAX / 2,
             compare: Some(scope),
-            rolling: None,
             delta,
-            pass: false,
-            mirror: None,
-            member: 0,
-            prepare: false,
-            release: None,
-            before: Vec::new(),
-            looks_first: false,
-            accept: false,
-            resends: false,
+            ..Plan::default()
         })
         .unwrap(),
         ..Message::default()

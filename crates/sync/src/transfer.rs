@@ -15,7 +15,7 @@ use uuid::Uuid;
 use crate::compared::{Comparison, while_linked};
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, PLAN, PREPARED, Plan, STATUS, SUMS, Status, expect, next, unexpected,
+    Apart, COMMITTED, Committed, FAILED, PLAN, PREPARED, Plan, STATUS, SUMS, Status, expect, next, unexpected,
 };
 use crate::options::{SyncOptions, Unreadable};
 use crate::pack::{DeltaSender, Packing, pack, reading};
@@ -47,6 +47,13 @@ pub(crate) enum Answer {
 }
 
 impl Transfer<'_> {
+    /// Tells the destination since when it goes its own way, and receives what it is once it has given that up.
+    pub(crate) fn ask_to_give_up(&self, apart: Apart) -> Result<Status, SyncError> {
+        let (give_up, member) = (Some(apart), self.member.0);
+        self.sender.send_json(PLAN, &Plan { give_up, member, ..Plan::default() })?;
+        Status::hear(self.receiver)
+    }
+
     /// Sends a delta, and waits until it is prepared for the commit of the group. Returns what that has cost so far.
     pub(crate) fn prepare(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
         let sent = self.send(view, plan);

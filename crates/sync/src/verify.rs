@@ -489,7 +489,7 @@ impl<'a> Proof<'a> {
 fn is_one_moment(status: &Status) -> bool {
     let replica = &status.replica;
     let whole = status.wrong_size.is_none() && replica.state != State::Fuzzy;
-    whole && replica.changed.is_none() && replica.unsure.is_empty() && replica.role.also().is_empty()
+    whole && replica.changed.is_none() && replica.unsure.is_empty()
 }
 
 /// Refuses to verify a replica that is missing.
@@ -532,7 +532,7 @@ fn refuse(
     if options.repair && !options.ranges.is_empty() {
         let replica = &status.replica;
         // What is mended would be of its epoch, and the rest of another moment.
-        let ahead = !replica.unsure.is_empty() || !replica.role.also().is_empty();
+        let ahead = !replica.unsure.is_empty();
         let ahead = ahead.then_some("some of its blocks may be of another moment than its epoch");
         if let Some(why) = replica.changed.as_deref().or(ahead).or(lost) {
             return Err(SyncError::Refused(format!(

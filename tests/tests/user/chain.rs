@@ -496,13 +496,11 @@ impl Sites {
     fn sync(&mut self, random: &mut Random) {
         let to = (self.source + 1 + random.below(2) as usize) % 3;
         let (here, there) = (&self.hosts[self.source], &self.hosts[to]);
+        let mut options = if random.one_in(8) { vec!["--method", "compare"] } else { Vec::new() };
         if self.sources.remove(&to) {
-            there.run(&["demote", "--discard"]).ok();
+            options.push("--discard-there");
         }
-        let options: &[&str] = match random.below(8) {
-            0 => &["--method", "compare"],
-            _ => &[],
-        };
+        let options = &options[..];
         if random.one_in(4) {
             let mut process = here.sync(there, options).start();
             std::thread::sleep(Duration::from_micros(random.below(120_000)));

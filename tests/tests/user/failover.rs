@@ -167,8 +167,7 @@ fn a_promotion_that_is_taken_back_leaves_a_replica() {
         near.write([1], &mut random);
         near.sync(&far, &["--keep-last", "5"]).ok();
         far.run(&["promote", "--force"]).ok();
-        let epoch = number(&summary(near.run(&["status", "--json"])), "epoch").to_string();
-        far.run(&["demote", "--since", &epoch]).ok();
+        far.run(&["demote"]).ok();
         if !nothing_since {
             near.write([2], &mut random);
         }
@@ -183,11 +182,12 @@ fn a_promotion_that_is_taken_back_leaves_a_replica() {
         let refused = far.run(&["promote"]).code(4);
         refused.says(&["has not said", "gives up what was written there after this epoch"]);
         assert!(!refused.stderr.contains("loses nothing"), "{refused}");
-        tells(&far.run(&["promote", "--force"]).ok(), &["given up", "dsync demote --since"]);
+        tells(&far.run(&["promote", "--force"]).ok(), &["given up", "--save-there FILE"]);
     }
 }
 
-/// A promotion was given up: the disk follows its old source again. A delta leaves what it wrote itself, which the next sync replaces.
+/// A promotion was given up: the disk follows its old source again. A delta file does not overwrite what it wrote itself; a sync does, where
+/// its user consents.
 #[test]
 fn a_disk_whose_promotion_was_given_up_goes_on_from_its_old_source() {
     let mut random = Random::new("a delta after a promotion that was given up");
@@ -198,19 +198,22 @@ fn a_disk_whose_promotion_was_given_up_goes_on_from_its_old_source() {
         if wrote {
             far.write([1, 2], &mut random);
         }
-        far.run(&["demote", "--since", &common, "--discard"]).ok();
+        far.run(&["demote"]).ok();
         near.write([3], &mut random);
         let delta = near.run(&["extract", "--since", &common]).ok().stdout;
-        far.run(&["merge"]).input(delta).ok();
-        let same =
-            std::fs::read(&near.disk).expect("the disk") == std::fs::read(&far.disk).expect("the disk");
-        assert_eq!(same, !wrote);
-        let after = summary(near.sync(&far, &[]));
-        assert_eq!(
-            (&after["method"], number(&after, "blocks_changed") <= 2),
-            (&"tracked".into(), true),
-            "{after}"
-        );
+        let merge = far.run(&["merge"]).input(delta);
+        if wrote {
+            refused([&near, &far], merge, &["is at epoch"]);
+            let after = summary(near.sync(&far, &["--discard-there"]));
+            assert_eq!(
+                (&after["method"], number(&after, "blocks_changed")),
+                (&"tracked".into(), 3),
+                "{after}"
+            );
+            assert_eq!(number(&after["given_up"], "bytes"), 2 * BLOCK);
+        } else {
+            merge.ok();
+        }
         equal(&near, &far);
     }
 }
@@ -228,14 +231,11 @@ fn a_disk_that_was_demoted_in_doubt_is_led_back_to_be_a_source() {
         .open(&near.disk)
         .and_then(|file| file.set_times(time))
         .expect("times");
-    near.run(&["demote"]).code(4).says(&["is not known", "--discard"]);
-    near.run(&["demote", "--discard"]).ok();
-    let told = near.towards(&far, &["demote"]).code(4);
-    told.says(&["without knowing what was written", "was not told", "dsync promote /"]);
-    near.run(&["promote", "--force"]).code(4).says(&["All of it is still on the disk", "dsync forget /"]);
-    near.run(&["forget"]).ok();
+    near.run(&["demote"]).ok();
+    near.towards(&far, &["demote"]).code(4).says(&["is not at epoch", "was not told"]);
+    near.run(&["promote", "--force"]).ok();
     near.write([3], &mut random);
-    near.sync(&far, &["--adopt"]).ok();
+    assert_eq!(summary(near.sync(&far, &[]))["method"], "compare");
     equal(&near, &far);
 }
 
@@ -252,7 +252,7 @@ fn a_failback_moves_what_either_side_wrote() {
     near.write(ours.iter().copied(), &mut random);
     let lost = near.copy("lost.raw");
     let forced = far.run(&["promote", "--force"]).ok();
-    tells(&forced, &["is now the source", "in term 2", "given up", "dsync demote"]);
+    tells(&forced, &["is now the source", "in term 2", "given up", "--save-there FILE"]);
     let theirs: BTreeSet<u64> = (0..700).map(|_| random.below(16384)).collect();
     far.write(theirs.iter().copied(), &mut random);
     // Before anything is done, both are told apart, and nothing is touched.
@@ -266,7 +266,7 @@ fn a_failback_moves_what_either_side_wrote() {
             "(term 1)",
             "(term 2)",
             "apart since epoch",
-            "dsync demote --since",
+            "--save-there FILE",
             &near,
             &far,
         ]);
@@ -274,20 +274,18 @@ fn a_failback_moves_what_either_side_wrote() {
         one.towards(other, &["mirror"]).code(4);
     }
     assert_eq!((touchable(&near), touchable(&far)), before, "a refused sync wrote");
-    let count = format!("{} blocks", ours.len());
-    near.run(&["demote"]).code(4).says(&[&count, "since epoch", "--save FILE", "--discard"]);
     near.site.serve(&[&near.disk], &[]).stop();
     let saved = near.new_file();
     let shown = saved.to_str().expect("a path");
-    let demoted = summary(near.run(&["demote", "--json", "--save", shown]));
-    assert_eq!(number(&demoted, "bytes_unsure"), ours.len() as u64 * BLOCK);
-    tells(&near.site.dsync(["inspect", shown]).ok(), &["complete"]);
-    let status = near.run(&["status", "-v"]).ok().text();
-    assert!(status.contains("demoted on") && status.contains("will be overwritten"), "{status}");
-    let told = near.run(&["status", "--check"]).code(1).text();
-    assert!(told.contains("has diverged") && told.contains("--read-only"), "{told}");
+    let save = ["--save-there", shown];
+    let dry = summary(far.sync(&near, &[&save[..], &["-n"]].concat()));
+    let given_up = |summary: &serde_json::Value| number(&summary["given_up"], "bytes");
+    assert_eq!(given_up(&dry), ours.len() as u64 * BLOCK);
+    assert_eq!((touchable(&near), touchable(&far)), before, "a dry run wrote");
     let union = ours.union(&theirs).count() as u64;
-    let back = summary(far.sync(&near, &[]));
+    let back = summary(far.sync(&near, &save));
+    assert_eq!((given_up(&back), &back["given_up"]["saved"]), (ours.len() as u64 * BLOCK, &shown.into()));
+    tells(&near.site.dsync(["inspect", shown]).ok(), &["complete"]);
     assert_eq!((&back["method"], &back["trust"]), (&"tracked".into(), &"tracked".into()));
     assert_eq!(number(&back, "blocks_changed"), union);
     let sent = number(&back, "bytes_sent");
@@ -314,12 +312,8 @@ fn either_of_two_sources_may_be_kept() {
     // The later term has a replica that knows nothing of the earlier one.
     let other = Host::new();
     far.sync(&other, &[]).ok();
-    near.sync(&other, &[]).code(4).says(&["follows a later term", "--adopt"]);
-    let refused = near.sync(&far, &[]).code(4);
-    let since =
-        refused.stderr.split("--since ").nth(1).and_then(|rest| rest.split(' ').next()).expect("an epoch");
-    far.run(&["demote", "--discard", "--since", since]).ok();
-    let kept = summary(near.sync(&far, &[]));
+    near.sync(&other, &[]).code(4).says(&["follows a later term", "--discard-there"]);
+    let kept = summary(near.sync(&far, &["--discard-there"]));
     assert_eq!((&kept["method"], number(&kept, "blocks_changed")), (&"tracked".into(), 4));
     equal(&near, &far);
     near.write([9], &mut random);
@@ -345,10 +339,10 @@ fn a_promoted_disk_that_was_renamed_is_told_what_it_is() {
     refused.says(&[
         "was promoted on",
         "it is a source itself now",
-        &format!("dsync demote {}", renamed.display()),
+        "sync to it, which says how its writes are saved",
     ]);
     assert!(!refused.stderr.contains("--repair"), "{refused}");
-    run(&["demote", "--discard"]).ok();
+    run(&["demote"]).ok();
     tells(&run(&["recover"]).ok(), &["the former source"]);
 }
 
@@ -370,12 +364,11 @@ fn a_way_back_that_was_refused_is_reported() {
     let other = Host::with_disk(4 * MIB, &mut random);
     far.sync(&other, &[]).code(4);
     assert_eq!(check().code(1).text().lines().count(), 1);
-    near.run(&["demote", "--discard"]).ok();
-    far.sync(&near, &[]).ok();
+    far.sync(&near, &["--discard-there"]).ok();
     assert_eq!(check().ok().text(), "OK\n");
 }
 
-/// The replica had committed, and its source did not hear of it: the former source stands at either epoch.
+/// The replica had committed, and its source did not hear of it: what is in common is known all the same.
 #[test]
 fn a_lost_acknowledgement_costs_no_comparison() {
     for (further, name) in [(false, "at the last epoch"), (true, "with writes since")] {
@@ -391,11 +384,9 @@ fn a_lost_acknowledgement_costs_no_comparison() {
         }
         far.run(&["promote", "--force"]).ok();
         far.write([10, 11], &mut random);
-        let demoted = summary(near.run(&["demote", "--discard", "--json"]));
-        let unsure = if further { 3 } else { 2 };
-        assert_eq!(number(&demoted, "bytes_unsure"), unsure * BLOCK);
-        assert!(number(&demoted, "last_epoch") > number(&demoted, "epoch"), "{demoted}");
-        let back = summary(far.sync(&near, &[]));
+        let unsure = u64::from(further);
+        let back = summary(far.sync(&near, &["--discard-there"]));
+        assert_eq!(number(&back["given_up"], "bytes"), unsure * BLOCK);
         assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), unsure + 2));
         equal(&near, &far);
     }
@@ -409,13 +400,12 @@ fn a_former_source_of_which_nothing_is_known_is_compared() {
     far.run(&["promote", "--force"]).ok();
     far.write([1], &mut random);
     image::scribble(&near.disk, 5 * MIB, 4096, &mut random);
-    near.run(&["demote"]).code(4).says(&["is not known", "compares everything", "--discard"]);
-    near.run(&["demote", "--save", "x"]).code(4).says(&["cannot be saved", "--discard"]);
-    tells(&near.run(&["demote", "--discard"]).ok(), &["compares everything"]);
-    near.run(&["demote", "--save", "x"]).code(4).says(&["was demoted before", "copy the disk first"]);
-    near.run(&["promote", "--force"]).code(4).says(&["demoted without knowing"]);
-    let back = summary(far.sync(&near, &[]));
-    assert_eq!(back["method"], "compare");
+    let file = near.new_file();
+    let save = ["--save-there", file.to_str().expect("a path")];
+    far.sync(&near, &save).code(4).says(&["cannot be saved as a delta", "--discard-there"]);
+    assert!(!file.exists());
+    let back = summary(far.sync(&near, &["--discard-there"]));
+    assert_eq!((&back["method"], &back["given_up"]["bytes"]), (&"compare".into(), &serde_json::Value::Null));
     assert_eq!(number(&back, "blocks_changed"), 2);
     equal(&near, &far);
     far.write([2], &mut random);
@@ -443,21 +433,23 @@ fn another_replica_goes_on_from_the_new_source() {
     equal(&b, &c);
     // It has heard of the new term, and the old source is refused.
     let before = touchable(&c);
-    a.sync(&c, &[]).code(4).says(&["follows a later term", "term 2", "dsync demote"]);
+    a.sync(&c, &[]).code(4).says(&["follows a later term", "term 2", "sync from its source"]);
     assert_eq!(touchable(&c), before);
     // One that is behind gets what it lacks; one that is ahead has diverged.
     let went_on = summary(b.sync(&behind, &[]));
     assert_eq!((&went_on["method"], number(&went_on, "blocks_changed")), (&"tracked".into(), 3));
     equal(&b, &behind);
     let before = touchable(&ahead);
-    b.sync(&ahead, &[]).code(4).says(&["has diverged", "of term 1", "--adopt"]);
+    b.sync(&ahead, &[]).code(4).says(&["has diverged", "of term 1", "--discard-there"]);
     b.sync(&ahead, &["--method", "compare"]).code(4).says(&["has diverged"]);
+    let file = ahead.new_file();
+    let saved = b.sync(&ahead, &["--save-there", file.to_str().expect("a path")]).code(4);
+    saved.says(&["cannot be saved as a delta", "only a source records"]);
     assert_eq!(touchable(&ahead), before);
-    b.sync(&ahead, &["--adopt"]).ok();
+    b.sync(&ahead, &["--discard-there"]).ok();
     equal(&b, &ahead);
     // The old source is a replica again, and then a third source.
-    a.run(&["demote", "--discard"]).ok();
-    b.sync(&a, &[]).ok();
+    b.sync(&a, &["--discard-there"]).ok();
     equal(&a, &b);
     switch(&b, &c);
     c.write([9], &mut random);
@@ -465,6 +457,13 @@ fn another_replica_goes_on_from_the_new_source() {
         assert_eq!(summary(c.sync(host, &[]))["method"], "tracked");
         equal(&c, host);
     }
+}
+
+/// Has a disk give up what only it has, and cuts the line before it gets anything.
+fn give_up(source: &Host, other: &Host) {
+    let cut = source.sync(other, &["--discard-there"]).env("RSH_CUT", "6000").output();
+    assert!(!cut.status.success(), "{cut}");
+    tells(&other.run(&["status", "-v"]).ok(), &["demoted on"]);
 }
 
 /// What a command says is refused, leaves both disks, and all that is beside them, as they were.
@@ -491,7 +490,7 @@ fn a_source_is_never_adopted_repaired_or_merged_into() {
     far.run(&["promote", "--force"]).ok();
     far.write([2, 3, 4], &mut random);
     for (one, other) in [(&near, &far), (&far, &near)] {
-        let both = ["have diverged", "apart since epoch", "dsync demote --since"];
+        let both = ["have diverged", "apart since epoch", "--save-there FILE"];
         let adopt = ["sync", "--adopt"];
         for words in [&adopt[..], &["sync", "--adopt", "--method", "rolling"], &["verify"]] {
             let said = refused([one, other], one.towards(other, words), &both);
@@ -502,15 +501,14 @@ fn a_source_is_never_adopted_repaired_or_merged_into() {
         server.stop();
         refused([one, other], one.towards(other, &["verify", "--repair"]), &both);
         let delta = one.run(&["extract", "--since", &since]).ok().stdout;
-        let merge = refused([one, other], other.run(&["merge"]).input(delta), &["dsync demote"]);
+        let merge = refused([one, other], other.run(&["merge"]).input(delta), &["is a source itself"]);
         assert!(!merge.stderr.contains("--adopt"), "{merge}");
     }
     // Of another source it is not the replica either; a disk that was never promoted may be restored.
     let other = Host::with_disk(8 * MIB, &mut random);
     let words = ["is a source itself (term 2)", "dsync demote"];
     refused([&other, &far], other.towards(&far, &["sync", "--adopt"]), &words);
-    far.run(&["demote", "--discard", "--since", &since]).ok();
-    assert_eq!(summary(near.sync(&far, &[]))["method"], "tracked");
+    assert_eq!(summary(near.sync(&far, &["--discard-there"]))["method"], "tracked");
     equal(&near, &far);
     other.sync(&far, &["--adopt=overwrite"]).ok();
     equal(&other, &far);
@@ -536,23 +534,19 @@ fn two_sources_name_the_last_epoch_in_common() {
     a.write([5], &mut random);
     let apart = format!("apart since epoch {common}.");
     // The history of c begins later.
-    let at_a = format!("dsync demote --since {common} --save FILE {}\" where", a.disk.display());
-    let adopt = "sync from there with --adopt, which compares everything";
+    let ends = |from: &Host, to: &Host| format!("{} far:{}", from.disk.display(), to.disk.display());
+    let back = |from: &Host, to: &Host| format!("far:{} {}", from.disk.display(), to.disk.display());
+    let (save, discard) = ("dsync sync --save-there FILE", "dsync sync --discard-there");
+    let ways = [format!("{save} {}", ends(&c, &a)), format!("{discard} {}", back(&a, &c))];
     refused(
         [&c, &a],
         c.sync(&a, &[]),
-        &[&apart, "(term 3)", "(term 2)", &at_a, "copy /", "dsync demote --discard /", adopt],
+        &[&apart, "(term 3)", "(term 2)", &ways[0], &ways[1], "copy it first"],
     );
-    let there = format!("dsync demote --since {common} --save FILE {}", a.disk.display());
-    refused(
-        [&a, &c],
-        a.sync(&c, &[]),
-        &[&apart, &there, "sync again with --adopt, which compares everything"],
-    );
+    let ways = [format!("{discard} {}", ends(&a, &c)), format!("{save} {}", back(&c, &a))];
+    refused([&a, &c], a.sync(&c, &[]), &[&apart, &ways[0], &ways[1], "compares everything"]);
     // As it says.
-    c.run(&["demote", "--discard"]).ok();
-    a.sync(&c, &[]).code(4).says(&["--adopt"]);
-    assert_eq!(summary(a.sync(&c, &["--adopt"]))["method"], "compare");
+    assert_eq!(summary(a.sync(&c, &["--discard-there"]))["method"], "compare");
     equal(&a, &c);
     // Both have gone on from epochs of b's term: the earlier one counts.
     let (d, e) = (Host::new(), Host::new());
@@ -597,7 +591,7 @@ fn the_last_word_is_given_once() {
     c.run(&["promote"]).ok();
 }
 
-/// A demotion that was killed after its delta had a name goes on with that.
+/// A sync that was killed after its delta had a name goes on with that.
 #[test]
 fn a_saved_delta_is_recognised() {
     let mut random = Random::new("a saved delta");
@@ -606,7 +600,7 @@ fn a_saved_delta_is_recognised() {
     near.write([1, 2], &mut random);
     far.run(&["promote", "--force"]).ok();
     let (saved, early) = (near.new_file(), near.new_file());
-    let save = |file: &PathBuf| near.run(&["demote", "--save", file.to_str().expect("a path")]);
+    let save = |file: &PathBuf| far.sync(&near, &["--save-there", file.to_str().expect("a path")]);
     let delta = |file: &PathBuf| {
         std::fs::write(file, near.run(&["extract", "--since", &since]).ok().stdout).expect("a delta");
     };
@@ -623,45 +617,48 @@ fn a_saved_delta_is_recognised() {
         refused([&near, &far], save(&saved), &new_name);
     }
     std::fs::write(&saved, &bytes).expect("a delta");
-    let demoted = summary(save(&saved).args(["--json"]));
-    assert_eq!((number(&demoted, "bytes_unsure"), &demoted["saved"]), (3 * BLOCK, &saved.to_str().into()));
+    let given_up = summary(save(&saved))["given_up"].clone();
+    assert_eq!((number(&given_up, "bytes"), &given_up["saved"]), (3 * BLOCK, &saved.to_str().into()));
     assert!(std::fs::read(&saved).expect("a delta") == bytes, "it was written anew");
-    assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked");
     equal(&near, &far);
+    // Run again, it has nothing to give up.
+    let other = near.new_file();
+    let again = summary(save(&other));
+    let told = again["warnings"][0].as_str().expect("a warning");
+    assert!(again["given_up"].is_null() && told.contains("was not written") && !other.exists(), "{again}");
 }
 
-/// What `--save` is asked for is in the file, or the command fails: also where the disk was demoted before, and its writes given up.
+/// A sync whose consent was carried out, and that was cut off then, says where that was saved; what was given up without saving it is
+/// saved as long as it is there.
 #[test]
-fn what_was_given_up_is_not_said_to_be_saved() {
+fn what_was_given_up_before_a_cut_is_saved_or_named() {
     let mut random = Random::new("second thoughts");
-    let (near, far) = pair(8 * MIB, &mut random);
-    near.write([1, 2, 900], &mut random);
-    far.run(&["promote", "--force"]).ok();
-    far.write([2, 3], &mut random);
-    near.run(&["demote", "--discard"]).ok();
-    let since = epoch_of(&near).to_string();
-    let file = near.new_file();
-    let shown = file.to_str().expect("a path");
-    let promote = format!("dsync promote --force {}", near.disk.display());
-    let demote = format!("dsync demote --since {since} --save FILE {}", near.disk.display());
-    let words = ["was demoted before", "12.0 KiB written since", &promote, &demote];
-    refused([&near, &far], near.run(&["demote", "--save", shown]), &words);
-    assert!(!file.exists());
-    near.run(&["demote", "--since", "0"]).code(4).says(&["were not heeded"]);
-    // The way that it says.
-    near.run(&["promote", "--force"]).ok();
-    let save = ["demote", "--json", "--since", &since, "--save", shown];
-    for _ in 0..2 {
-        let saved = summary(near.run(&save));
-        assert_eq!((number(&saved, "bytes_unsure"), &saved["saved"]), (3 * BLOCK, &file.to_str().into()));
+    for discards in [false, true] {
+        let (near, far) = pair(32 * MIB, &mut random);
+        near.write([1, 2, 900], &mut random);
+        far.run(&["promote", "--force"]).ok();
+        far.write(1000..1600, &mut random);
+        let content = near.copy("content.raw");
+        let [first, second] = [near.new_file(), near.new_file()];
+        let save = |file: &PathBuf| ["--save-there".to_owned(), file.display().to_string()];
+        let consent = if discards { vec!["--discard-there".to_owned()] } else { save(&first).to_vec() };
+        let words: Vec<&str> = consent.iter().map(String::as_str).collect();
+        let cut = far.sync(&near, &words).env("RSH_CUT", "300000").output();
+        assert!(!cut.status.success() && first.exists() != discards, "{cut}");
+        tells(&near.run(&["status", "-v"]).ok(), &["demoted on", "will be overwritten"]);
+        image::assert_equal(&content, &near.disk);
+        let saving = save(&second);
+        let again = far.sync(&near, &[&saving[0], &saving[1]]).output();
+        if discards {
+            // A part of what was sent is in the journal, and nothing of it on the disk.
+            assert!(again.status.success() || again.status.code() == Some(4), "{again}");
+            assert_eq!(again.status.success(), second.exists());
+        } else {
+            let told = again.summary()["warnings"].to_string();
+            assert!(told.contains(&first.display().to_string()) && !second.exists(), "{told}");
+            equal(&near, &far);
+        }
     }
-    tells(&near.site.dsync(["inspect"]).arg(&file).ok(), &["complete", "12.0 KiB"]);
-    let other = near.new_file();
-    near.run(&["demote", "--save", other.to_str().expect("a path")]).code(4).says(&["nothing was saved"]);
-    assert!(!other.exists());
-    let back = summary(far.sync(&near, &[]));
-    assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), 4));
-    equal(&near, &far);
 }
 
 /// The replica that is promoted was rewound: what the old source has more than that is later than all that it knows to be in common.
@@ -675,25 +672,18 @@ fn a_replica_that_was_rewound_and_promoted_gives_up_nothing_unsaved() {
         near.sync(&far, &["--keep-last", "9"]).ok();
         epochs.push(epoch_of(&far));
     }
-    let (to, last) = (epochs[0], epochs[1]);
+    let to = epochs[0];
     far.run(&["rewind", "--to", &to.to_string()]).ok();
-    let promoted = far.run(&["promote", "--force"]).ok();
-    tells(&promoted, &[&format!("dsync demote --since {to} --save FILE SRC")]);
-    let saved = near.new_file();
-    let save = ["demote", "--save", saved.to_str().expect("a path")];
-    // Without the epoch it would be taken for the last one that the old source knows.
-    let since = format!("since epoch {last}");
-    refused([&near, &far], near.run(&save), &["nothing was written", &since, "--since EPOCH"]);
-    assert!(!saved.exists());
+    far.run(&["promote", "--force"]).ok();
     near.run(&["demote"]).ok();
-    let way = format!("dsync demote --since {to} --save FILE {}", near.disk.display());
-    refused([&far, &near], far.sync(&near, &[]), &["was demoted at epoch", &way, "without saving"]);
-    near.run(&["promote", "--force"]).ok();
-    let since = to.to_string();
-    let demoted = summary(near.run(&[&save[..], &["--json", "--since", &since]].concat()));
-    assert_eq!((number(&demoted, "epoch"), number(&demoted, "bytes_unsure")), (to, BLOCK));
+    let since = format!("goes on from epoch {to}");
+    refused([&far, &near], far.sync(&near, &[]), &["was demoted at epoch", &since, "--save-there FILE"]);
+    let saved = near.new_file();
+    let back = summary(far.sync(&near, &["--save-there", saved.to_str().expect("a path")]));
+    let given_up = &back["given_up"];
+    assert_eq!((number(given_up, "since"), number(given_up, "bytes")), (to, BLOCK));
     tells(&near.site.dsync(["inspect"]).arg(&saved).ok(), &["complete", "4.00 KiB"]);
-    assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked");
+    assert_eq!(back["method"], "tracked");
     equal(&near, &far);
 }
 
@@ -708,17 +698,19 @@ fn what_no_delta_can_save_is_to_be_copied() {
     near.sync(&far, &["--keep-last", "9"]).ok();
     far.run(&["rewind", "--to", &to]).ok();
     far.run(&["promote", "--force"]).ok();
-    near.run(&["demote"]).ok();
-    let saved = near.new_file();
-    let save = ["demote", "--since", &to, "--save", saved.to_str().expect("a path")];
-    let why = format!("what was written after epoch {to} cannot be saved");
-    let here = refused([&near, &far], near.run(&save), &["was demoted before", &why, "copy the disk first"]);
-    let there =
-        refused([&far, &near], far.sync(&near, &[]), &["was demoted at epoch", "copy the disk there first"]);
-    for refusal in [here, there] {
-        assert!(!refusal.to_string().contains("promote"), "{refusal}");
+    for demoted in [false, true] {
+        if demoted {
+            near.run(&["demote"]).ok();
+        }
+        let saved = near.new_file();
+        let save = ["--save-there", saved.to_str().expect("a path")];
+        let words = ["cannot be saved as a delta", "opy"];
+        refused([&far, &near], far.sync(&near, &save), &words);
+        refused([&far, &near], far.sync(&near, &[]), &words);
+        assert!(!saved.exists());
     }
-    assert!(!saved.exists());
+    assert_eq!(summary(far.sync(&near, &["--discard-there"]))["method"], "compare");
+    equal(&near, &far);
 }
 
 /// A file that is asked for is there, also where nothing was written.
@@ -728,13 +720,10 @@ fn a_delta_of_nothing_is_a_delta() {
     let (near, far) = pair(8 * MIB, &mut random);
     far.run(&["promote", "--force"]).ok();
     let saved = near.new_file();
-    let since = epoch_of(&near).to_string();
-    for _ in 0..2 {
-        let words = ["demote", "--json", "--since", &since, "--save", saved.to_str().expect("a path")];
-        assert_eq!(summary(near.run(&words))["saved"], saved.to_str().expect("a path"));
-        tells(&near.site.dsync(["inspect"]).arg(&saved).ok(), &["complete"]);
-    }
-    assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked");
+    let file = saved.to_str().expect("a path");
+    let synced = summary(far.sync(&near, &["--save-there", file]));
+    assert_eq!((&synced["given_up"]["saved"], &synced["method"]), (&file.into(), &"tracked".into()));
+    tells(&near.site.dsync(["inspect"]).arg(&saved).ok(), &["complete"]);
 }
 
 /// What a delta in a file leaves of a former source's writes was not unreadable anywhere.
@@ -746,7 +735,7 @@ fn a_delta_that_is_merged_into_a_former_source_leaves_what_it_does_not_have() {
     near.write([1, 2], &mut random);
     far.run(&["promote", "--force"]).ok();
     far.write([2, 3], &mut random);
-    near.run(&["demote", "--discard"]).ok();
+    give_up(&far, &near);
     let delta = far.run(&["extract", "--since", &since]).ok().stdout;
     near.run(&["merge"]).input(delta).ok();
     for words in [&["status"][..], &["recover"]] {
@@ -777,7 +766,7 @@ fn a_replica_goes_on_from_before_several_promotions() {
     for replica in [&second, &demoted] {
         b.sync(replica, &[]).ok();
     }
-    a.run(&["demote", "--discard"]).ok();
+    b.sync(&a, &["--discard-there"]).ok();
     for round in 0..3 {
         let (from, to) = if round % 2 == 0 { (&b, &a) } else { (&a, &b) };
         from.write([10 + round, 20 + round], &mut random);
@@ -790,9 +779,13 @@ fn a_replica_goes_on_from_before_several_promotions() {
         assert!(number(&went_on, "blocks_changed") <= 10, "{went_on}");
         equal(&a, replica);
     }
-    refused([&a, &astray], a.sync(&astray, &[]), &["has diverged", "of term 1", "--adopt", "go on syncing"]);
+    refused(
+        [&a, &astray],
+        a.sync(&astray, &[]),
+        &["has diverged", "of term 1", "--discard-there", "go on syncing"],
+    );
     assert_eq!(summary(a.sync(&first, &[]))["method"], "tracked");
-    a.sync(&astray, &["--adopt"]).ok();
+    a.sync(&astray, &["--discard-there"]).ok();
     equal(&a, &astray);
 }
 
@@ -809,11 +802,10 @@ fn a_replica_on_the_host_of_its_source_is_promoted() {
     // Of two with one id, that of the later term is meant.
     tells(&host.site.dsync(["status", id]).ok(), &["copy.raw", "term 2"]);
     host.site.sync(&replica, &host.disk, &[]).code(4).says(&["have diverged"]);
-    host.run(&["demote", "--discard"]).ok();
     let server = host.site.serve(&[&replica], &[]);
     server.client("copy").write(0, &[1; 4096]).expect("a write");
     server.stop();
-    let back = summary(host.site.sync(&replica, &host.disk, &[]));
+    let back = summary(host.site.sync(&replica, &host.disk, &["--discard-there"]));
     assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), 1));
     image::assert_equal(&replica, &host.disk);
     // And back, to the path that was the source before.
@@ -854,8 +846,7 @@ fn a_replica_that_batches_brought_ahead_is_promoted_as_it_is() {
     assert!(ahead >= 15, "{promoted}");
     equal(&near, &far);
     far.write([4000], &mut random);
-    near.run(&["demote", "--discard"]).ok();
-    let back = summary(far.sync(&near, &[]));
+    let back = summary(far.sync(&near, &["--discard-there"]));
     assert_eq!(back["method"], "tracked");
     // Each block of the batches was written to both.
     assert!(
@@ -898,8 +889,8 @@ fn what_only_a_mirror_brought_is_not_overwritten() {
     let last = c.copy("last.raw");
     b.force();
     b.write([100], &mut random);
-    let rewind = format!("dsync rewind --to {epoch}");
-    let words = ["has diverged", &format!("ahead of epoch {epoch} (80.0 KiB"), &rewind, "--adopt"];
+    let rewind = format!("dsync rewind {} --to {epoch}", c.disk.display());
+    let words = ["has diverged", &format!("ahead of epoch {epoch} (80.0 KiB"), &rewind, "--discard-there"];
     for command in [&["sync"][..], &["sync", "--method", "compare"], &["verify", "--repair"], &["demote"]] {
         refused([&b, &c], b.towards(&c, command), &words);
     }
@@ -913,7 +904,7 @@ fn what_only_a_mirror_brought_is_not_overwritten() {
         c.run(&["rewind", "--to", &format!("{epoch}+")]).ok();
         image::assert_equal(&last, &c.disk);
         refused([&b, &c], b.towards(&c, &["sync"]), &words[..1]);
-        b.sync(&c, &["--adopt"]).ok();
+        b.sync(&c, &["--discard-there"]).ok();
         equal(&b, &c);
         b.write([200], &mut random);
         assert_eq!(summary(b.sync(&c, &[]))["method"], "tracked");
@@ -981,25 +972,19 @@ fn a_replica_on_a_device_is_promoted() {
     // Another program writes while nothing counts for dsync.
     far.run(&["promote", "--force"]).ok();
     image::scribble(&far.disk, 3 * MIB, 4096, &mut random);
-    near.run(&["demote", "--discard"]).ok();
-    assert_eq!(summary(far.sync(&near, &[]))["method"], "compare");
+    assert_eq!(summary(far.sync(&near, &["--discard-there"]))["method"], "compare");
     same(&near, &far);
 }
 
 /// A planned switch that was begun without its replica is gone on with, and loses nothing.
 #[test]
-fn a_switch_that_was_begun_with_save_is_told_the_way_that_loses_nothing() {
-    let mut random = Random::new("a switch begun with --save");
+fn a_switch_that_was_begun_without_its_replica_is_told_the_way_that_loses_nothing() {
+    let mut random = Random::new("a switch begun without its replica");
     let (near, far) = pair(4 * MIB, &mut random);
     near.write([3], &mut random);
-    let saved = near.new_file();
-    near.run(&["demote", "--save", saved.to_str().expect("UTF-8")]).ok();
-    let back = format!(
-        "If far:{} was not promoted, \"dsync promote --force {}\"",
-        far.disk.display(),
-        near.disk.display()
-    );
-    near.towards(&far, &["demote"]).code(4).says(&[&back, "loses nothing"]);
+    near.run(&["demote"]).ok();
+    let back = format!("\"dsync promote --force {}\" makes this the source again", near.disk.display());
+    near.towards(&far, &["demote"]).code(4).says(&["is not at epoch", &back, "loses nothing"]);
     near.run(&["promote", "--force"]).ok();
     switch(&near, &far);
     equal(&near, &far);
@@ -1128,22 +1113,25 @@ fn a_device_that_nothing_is_said_of_is_switched_and_keeps_its_record() {
     let name = near.disk.file_name().expect("a name").to_string_lossy().into_owned();
     near.sync(&far, &[]).ok();
     let server = near.site.serve(&[&near.disk], &["--trust-device"]);
-    let epoch = number(&summary(near.sync(&far, &[])), "epoch").to_string();
+    near.sync(&far, &[]).ok();
     server.client(&name).write(0, &[7; 8192]).expect("a write");
     server.stop();
     // Each of them is without a word of the device.
-    let lost = near.site.path("lost.delta");
-    let file = lost.to_str().expect("UTF-8");
-    let refused = near.run(&["demote", "--since", &epoch, "--save", file]).code(4);
-    assert!(refused.stderr.contains("--trust-device"), "{}", refused.stderr);
     near.sync(&far, &["-n"]).ok();
-    near.run(&["demote", "-n", "--since", &epoch, "--save", file]).code(4).says(&["--trust-device"]);
-    near.run(&["demote", "-n", "--since", &epoch, "--trust-device", "--save", file]).ok();
-    let saved =
-        near.run(&["demote", "--since", &epoch, "--trust-device", "--save", file, "--json"]).ok().summary();
-    assert_eq!(number(&saved, "bytes_unsure"), 8192, "{saved}");
+    near.run(&["demote", "-n"]).ok();
+    far.force();
+    let lost = near.site.path("lost.delta");
+    let save = ["--save-there", lost.to_str().expect("UTF-8")];
+    let way = format!("dsync demote --trust-device {}", near.disk.display());
+    far.sync(&near, &save).code(4).says(&["cannot be saved as a delta", &way]);
+    // As it says.
+    near.run(&["demote", "-n", "--trust-device"]).ok();
+    near.run(&["demote", "--trust-device"]).ok();
+    let given_up = summary(far.sync(&near, &save))["given_up"].clone();
+    assert_eq!(number(&given_up, "bytes"), 8192, "{given_up}");
     assert!(lost.exists());
-    near.run(&["promote", "--force"]).ok();
+    far.towards(&near, &["demote"]).ok();
+    near.run(&["promote"]).ok();
     near.towards(&far, &["demote"]).ok();
     far.run(&["promote"]).ok();
     assert!(std::fs::read(&near.disk).expect("a disk") == std::fs::read(&far.disk).expect("a disk"));
@@ -1184,7 +1172,7 @@ fn a_large_replica_is_promoted_in_less_than_a_second() {
     let promoted = far.run(&["promote", "--force"]).ok();
     say(&format!("promotion of a sparse replica of 1 TiB: {} ms", promoted.time.as_millis()));
     assert!(promoted.time < Duration::from_secs(1), "{:?}", promoted.time);
-    let demoted = near.run(&["demote", "--discard"]).ok();
+    let demoted = near.run(&["demote"]).ok();
     say(&format!("demotion of its source: {} ms", demoted.time.as_millis()));
     assert!(demoted.time < Duration::from_secs(2), "{:?}", demoted.time);
 }
@@ -1245,8 +1233,7 @@ fn sites_are_lost_under_load() {
         there.write(theirs.iter().copied(), &mut random);
         // The last batch of an epoch counts as one of the next, too.
         let either = here.changed(&since).union(&there.changed(&since)).count() as u64;
-        here.run(&["demote", "--discard", "--since", &since]).ok();
-        let back = summary(there.sync(here, &[]));
+        let back = summary(there.sync(here, &["--discard-there"]));
         assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), either), "{back}");
         // A few messages are exchanged however little there is.
         assert!(number(&back, "bytes_sent") * 100 <= either * BLOCK * 105 + 800_000, "{back}");
@@ -1352,8 +1339,8 @@ fn every_refusal_leads_out() {
     );
     tells(&near.run(&["promote", "--force"]).ok(), &["nothing that was written to it is lost"]);
     // The command for the old source's return is whole.
-    let since = format!("dsync demote --since {} --save FILE", epoch_of(&far));
-    tells(&far.run(&["promote", "--force", "-n"]).ok(), &[&since]);
+    let way = format!("dsync sync {} SRC --save-there FILE", far.disk.display());
+    tells(&far.run(&["promote", "--force", "-n"]).ok(), &[&way]);
     // A replica that somebody has written to, whose source is gone.
     image::scribble(&far.disk, 4 * MIB, 4096, &mut random);
     refused([&far, &near], far.run(&["promote", "--force"]), &["modified outside dsync", "dsync forget"]);
@@ -1382,7 +1369,7 @@ fn a_former_source_that_was_touched_is_led_out() {
     equal(&near, &far);
 
     // What was written to it is in no record.
-    near.run(&["demote", "--discard"]).ok();
+    near.run(&["demote"]).ok();
     image::scribble(&near.disk, 4 * MIB, 4096, &mut random);
     let out = near.run(&["promote", "--force"]).code(4);
     assert!(out.stderr.contains("was the source until") && !out.stderr.contains("--accept"), "{out}");
@@ -1391,7 +1378,7 @@ fn a_former_source_that_was_touched_is_led_out() {
     near.sync(&far, &["--adopt"]).ok();
     equal(&near, &far);
     // Who took over overwrites it, where its user says so.
-    near.run(&["demote", "--discard"]).ok();
+    near.run(&["demote"]).ok();
     far.run(&["promote", "--force"]).ok();
     image::scribble(&near.disk, 2 * MIB, 4096, &mut random);
     far.sync(&near, &[]).code(4).says(&["If another disk was promoted in its place"]);
@@ -1407,9 +1394,7 @@ fn what_others_wrote_to_one_of_two_sources_is_not_said_to_be_saved() {
     far.run(&["promote", "--force"]).ok();
     far.write([1], &mut random);
     image::scribble(&near.disk, MIB, 4096, &mut random);
-    let epoch = epoch_of(&near);
-    let give_up = format!("dsync demote --since {epoch} --discard {}", near.disk.display());
-    let words = ["copy", "cannot be saved as a delta", &give_up];
+    let words = ["copy", "cannot be saved as a delta", "dsync sync --discard-there"];
     let both_say_so = || {
         refused([&far, &near], far.sync(&near, &[]), &words);
         refused([&far, &near], near.sync(&far, &[]), &words);
@@ -1418,8 +1403,7 @@ fn what_others_wrote_to_one_of_two_sources_is_not_said_to_be_saved() {
     // Once that was compared for a third disk, it is a gap in the history of a disk of which nothing is doubted now.
     near.sync(&Host::new(), &[]).ok();
     both_say_so();
-    near.run(&["demote", "--since", &epoch.to_string(), "--discard"]).ok();
-    far.sync(&near, &[]).ok();
+    far.sync(&near, &["--discard-there"]).ok();
     equal(&near, &far);
 }
 
@@ -1434,8 +1418,10 @@ fn a_promotion_that_is_made_again_names_what_it_gives_up() {
     near.write([3, 4], &mut random);
     let lost = format!("what its old source wrote after epoch {epoch} is given up");
     far.run(&["promote"]).code(4).says(&[&lost]);
-    let since = format!("dsync demote --since {epoch} --save FILE");
-    tells(&far.run(&["promote", "--force"]).ok(), &[&lost, &since]);
+    tells(&far.run(&["promote", "--force"]).ok(), &[&lost, "SRC --save-there FILE"]);
+    // It is one, however it is opened since.
+    far.write([5], &mut random);
+    refused([&far, &near], far.run(&["promote", "--force"]), &["is a source already"]);
 }
 
 /// Where there is no room, a source stays the source until there is.
@@ -1451,17 +1437,15 @@ fn a_demotion_without_room_says_what_it_left() {
     let small = near.site.path("small");
     let Some(mounted) = mount::small(&small, "64k", what) else { return };
     let saved = small.join("lost.delta");
-    let words = ["demote", "--save", saved.to_str().expect("a path")];
-    let full = near.run(&words).code(1);
-    full.says(&["was not demoted: it is the source as before", "lost.delta", "No space left"]);
+    far.run(&["promote", "--force"]).ok();
+    let full = far.sync(&near, &["--save-there", saved.to_str().expect("a path")]).code(1);
+    full.says(&["lost.delta", "No space left"]);
     assert!(std::fs::read_dir(&small).expect("a folder").next().is_none(), "half a delta is left");
     drop(mounted);
     // It is the source that it was.
     near.write([1], &mut random);
     let saved = near.new_file();
-    near.run(&["demote", "--save", saved.to_str().expect("a path")]).ok();
-    far.run(&["promote", "--force"]).ok();
-    far.sync(&near, &[]).ok();
+    far.sync(&near, &["--save-there", saved.to_str().expect("a path")]).ok();
     equal(&near, &far);
 }
 
@@ -1522,8 +1506,7 @@ fn a_promotion_that_is_made_again_has_an_epoch_of_its_own() {
     let mut random = Random::new("a promotion made again");
     let (near, far) = pair(16 * MIB, &mut random);
     far.force();
-    near.run(&["demote", "--discard"]).ok();
-    far.sync(&near, &[]).ok();
+    far.sync(&near, &["--discard-there"]).ok();
     // Of the history alone another program's word is enough to serve it again.
     std::fs::remove_file(far.state_file("history")).expect("a history");
     far.run(&["promote"]).code(4).says(&["is a source already"]);
@@ -1543,7 +1526,7 @@ fn a_range_of_a_former_source_is_not_repaired_alone() {
     let (near, far) = pair(16 * MIB, &mut random);
     far.force();
     near.write([1, 5], &mut random);
-    near.run(&["demote", "--discard"]).ok();
+    give_up(&far, &near);
     let repair = || far.towards(&near, &["verify", "--repair"]);
     repair().args(["--range", "4K:4K"]).code(4).says(&["another moment than its epoch", "omit --range"]);
     repair().ok();
@@ -1647,16 +1630,12 @@ fn a_moment_of_another_branch_stays_one() {
 fn a_failback_that_was_cut_off_goes_on() {
     let mut random = Random::new("a failback that is cut off");
     let (near, far) = pair(32 * MIB, &mut random);
-    let common = near.sync(&far, &[]).ok().summary();
     near.write(0..100, &mut random);
     near.sync(&far, &[]).ok();
     far.force();
     far.write(1000..1600, &mut random);
     near.write(50..300, &mut random);
-    // As its source knew it when the answer to its last sync was lost.
-    let since = number(&common, "epoch").to_string();
-    near.run(&["demote", "--discard", "--since", &since]).ok();
-    let cut = far.sync(&near, &[]).env("RSH_CUT", MIB.to_string()).output();
+    let cut = far.sync(&near, &["--discard-there"]).env("RSH_CUT", MIB.to_string()).output();
     assert!(!cut.status.success(), "{cut}");
     let back = summary(far.sync(&near, &[]));
     assert_eq!((&back["method"], &back["resumed"]), (&"tracked".into(), &true.into()));
@@ -1670,7 +1649,7 @@ fn any_command_may_be_killed() {
     let mut random = Random::new("kills of a failover");
     let hosts = pair(8 * MIB, &mut random);
     let (mut here, mut there) = (&hosts.0, &hosts.1);
-    let (mut kills, rounds) = (0, rounds(12, 500));
+    let (mut kills, rounds, mut saved) = (0, rounds(12, 500), Vec::new());
     let limit = 150_000;
     let blocks =
         |random: &mut Random| (0..1 + random.below(20)).map(|_| random.below(2048)).collect::<Vec<u64>>();
@@ -1697,14 +1676,21 @@ fn any_command_may_be_killed() {
             let before = (touchable(here), touchable(there));
             there.sync(here, &[]).code(4).says(&["have diverged"]);
             assert_eq!((touchable(here), touchable(there)), before, "round {round}");
-            let save = random.coin();
             // A command that is run again finds its own file.
             let file = here.new_file();
-            let demote = || match save {
-                true => here.run(&["demote", "--save", file.to_str().expect("a path")]),
-                false => here.run(&["demote", "--discard"]),
+            let consent = match random.coin() {
+                true => vec!["--save-there", file.to_str().expect("a path")],
+                false => vec!["--discard-there"],
             };
-            kills += through(&mut random, limit, demote, |_| false);
+            if random.one_in(4) {
+                kills += through(&mut random, limit, || here.run(&["demote"]), |_| false);
+            }
+            let dry = [&consent[..], &["--dry-run"]].concat();
+            let first = there.sync(here, &dry).ok().summary();
+            assert_eq!(first["method"], "tracked", "round {round}: {first}");
+            kills += through(&mut random, limit, || there.sync(here, &consent), |_| false);
+            equal(here, there);
+            saved.extend(file.exists().then_some(file));
         }
         let content = there.copy("content.raw");
         let first = there.sync(here, &["--dry-run"]).ok().summary();
@@ -1714,7 +1700,8 @@ fn any_command_may_be_killed() {
         equal(here, there);
         (here, there) = (there, here);
     }
-    say(&format!("{rounds} changes of roles, {kills} commands killed"));
+    saved.iter().for_each(|file| tells(&here.site.dsync(["inspect"]).arg(file).ok(), &["complete"]));
+    say(&format!("{rounds} changes of roles, {kills} commands killed, {} deltas saved", saved.len()));
 }
 
 /// Serves a moment of a host's replica as a rehearsal whose writes are saved, and writes random bytes to these blocks. Returns the file, and

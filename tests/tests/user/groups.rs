@@ -594,9 +594,7 @@ fn a_member_is_not_demoted_alone() {
     two.stop();
     let (disk, replica) = (two.images[1].display().to_string(), two.replicas()[1].display().to_string());
     let words = ["log.raw is in the group db", "dsync demote --group db", "dsync forget --group db"];
-    for arguments in
-        [&["demote", &disk, &replica][..], &["demote", "--discard", &disk], &["demote", "-n", &disk]]
-    {
+    for arguments in [&["demote", &disk, &replica][..], &["demote", &disk], &["demote", "-n", &disk]] {
         two.command(arguments).code(4).says(&words);
     }
     let dir = two.dir();
@@ -772,16 +770,27 @@ fn a_group_of_devices_behind_links_takes_over_and_back() {
     let refused = far.dsync(["promote", "--group"]).arg(dir(&far)).code(4);
     refused.says(&[&format!("[HOST:]{there}\""), &format!("dsync promote --force --group {there}\"")]);
     let forced = far.dsync(["promote", "--force", "--group"]).arg(dir(&far)).ok();
-    let way_back = "dsync demote --group db --since data.raw=1 --since log.raw=1 --save";
-    shows(&forced, &[way_back, &format!("dsync serve --group db {}/data.raw", dir(&far).display())]);
+    let way_back = "dsync sync --group db --save-there FOLDER";
+    shows(
+        &forced,
+        &[
+            "dsync sync --group db DIR --save-there FOLDER",
+            &format!("dsync serve --group db {}/data.raw", dir(&far).display()),
+        ],
+    );
     let server = write(&far, 3);
     towards(&far, &near, &["sync", "--group", "db"]).code(4).says(&["have diverged", way_back]);
     shows(&far.dsync(["status", "--check"]).code(1), &["is not brought up to date", "have diverged"]);
     let lost = near.path("lost");
-    let since = NAMES.map(|name| format!("--since={name}.raw=1"));
-    near.dsync(["demote", "--group", "db", "--trust-device", "--save"]).arg(&lost).args(since).ok();
+    near.dsync(["demote", "--group", "db", "--trust-device"]).ok();
+    let save = ["sync", "--json", "--group", "db", "--save-there", lost.to_str().expect("UTF-8")];
+    let (members, _) = summaries(&towards(&far, &near, &save).ok());
+    assert!(
+        members.iter().all(|member| dsync_tests::scene::number(member, "blocks_changed") == 2),
+        "{members:?}"
+    );
+    equal();
     NAMES.iter().for_each(|name| assert!(lost.join(format!("{name}.raw.delta")).exists()));
-    assert_eq!(brought(&far, &near), [2, 2]);
     server.stop();
     towards(&far, &near, &["demote", "--group", "db", "--trust-device"]).ok();
     far.dsync(["sync", "--group", "db"])
@@ -794,14 +803,12 @@ fn a_group_of_devices_behind_links_takes_over_and_back() {
     near.dsync(["promote", "--group"]).arg(dir(&near)).ok();
     let server = write(&near, 4);
     assert_eq!(brought(&near, &far), [1, 1]);
-    // Whichever of the two is to be given up, both name the epochs at which they went apart.
-    let forced = far.dsync(["promote", "--force", "--group"]).arg(dir(&far)).ok().text();
-    let since = forced.split("dsync demote --group db ").nth(1).and_then(|rest| rest.split(" --save").next());
-    let since = since.expect("the way back");
-    towards(&near, &far, &["sync", "--group", "db"]).code(4).says(&["have diverged", since]);
-    towards(&far, &near, &["sync", "--group", "db"]).code(4).says(&["have diverged", since]);
+    // Whichever of the two is to be given up.
+    far.dsync(["promote", "--force", "--group"]).arg(dir(&far)).ok();
+    for (one, other) in [(&near, &far), (&far, &near)] {
+        towards(one, other, &["sync", "--group", "db"]).code(4).says(&["have diverged", way_back]);
+    }
     server.stop();
-    near.dsync(["demote", "--group", "db", "--save"]).arg(&lost).code(4).says(&["is not known here", since]);
 }
 
 #[test]
@@ -1142,35 +1149,7 @@ fn a_demotion_ends_no_later_term() {
     two.equal();
 }
 
-/// The options that a promotion has named, with which the old sources of the group are demoted.
-fn given_since(promoted: &Output) -> Vec<String> {
-    let text = promoted.text() + &promoted.stderr;
-    let (_, command) = text.split_once("dsync demote --group db ").unwrap_or_else(|| panic!("{promoted}"));
-    let (since, _) = command.split_once(" --save FOLDER").unwrap_or_else(|| panic!("{promoted}"));
-    since.split_whitespace().map(str::to_owned).collect()
-}
-
 /// The source is gone, and comes back with writes that nobody has.
-/// What was written is still there, and each disk is saved by commands of its own.
-#[test]
-fn a_second_demotion_of_a_group_names_each_disk() {
-    let mut two = Two::new("a group that is demoted twice");
-    two.sync(&[]).ok();
-    two.change(0, 3);
-    two.change(1, 3);
-    two.server.take().expect("a server").stop();
-    let demote = |how: &[&str]| {
-        let since = ["--since", "data.raw=1", "--since", "log.raw=1"];
-        two.site.dsync(["demote", "--group", "db"]).args(since).args(how)
-    };
-    demote(&["--discard"]).ok();
-    let told = demote(&["--save", "lost"]).code(4);
-    for image in &two.images {
-        let shown = image.display();
-        told.says(&[&format!("{shown} was demoted before"), &format!("dsync promote --force {shown}")]);
-    }
-}
-
 #[test]
 fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     let (mut two, there) = (Two::new("a group by force"), FarGroup::new());
@@ -1201,23 +1180,16 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     shows(&far(&["status", "-v"]).ok(), &[&past, &format!("last common epoch {epoch}")]);
     let alone = there.far.site.serve(&[&there.dir.join("data.raw")], &[]).stop();
     alone.says(&["data.raw is in the group db, and is served without it", "dsync serve --group db"]);
-    // It is back: what it wrote is named, saved, and given up on both disks, by the command that both have named.
-    let since = given_since(&promoted);
-    let refused = there.sync(&two, None).code(4);
-    refused.says(&["have diverged: both are sources", "on its host, and on no other"]);
-    assert_eq!(given_since(&refused), since);
+    shows(&promoted, &["dsync sync --group db DIR --save-there FOLDER"]);
+    there
+        .sync(&two, None)
+        .code(4)
+        .says(&["have diverged: both are sources", "--group db --save-there FOLDER"]);
     far(&["promote", "--force", "--group"])
         .arg(there.dir.join("data.raw"))
         .code(4)
         .says(&["is a disk", &dir]);
     let saved = two.site.path("saved");
-    std::fs::create_dir(&saved).expect("a folder");
-    two.command(&["demote", "--group", "db"]).args(&since).code(4).says(&["will be overwritten", "--save"]);
-    two.command(&["demote", "--group", "db", "--save"]).arg(&saved).args(&since).ok();
-    for name in NAMES {
-        let file = saved.join(format!("{name}.raw.delta"));
-        two.command(&["inspect"]).arg(&file).ok();
-    }
     let images = NAMES.map(|name| there.dir.join(format!("{name}.raw")));
     // Disks that took over are at no moment of the past, whatever is written down of that.
     let listed = far(&["rewind", "--group", &dir, "--json"]).ok().summary();
@@ -1225,20 +1197,25 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     rewind().code(4).says(&["is a source, and only replicas keep moments"]);
     let server = there.far.site.serve(&[&images[0], &images[1]], &["--group", "db"]);
     let home = two.images[0].parent().expect("a folder").to_path_buf();
-    let back = far(&["sync", "--group", "db", "--json", "--rsh", RSH]).arg(format!("far:{}", home.display()));
-    let (members, _) = summaries(&back.env("RSH_STATE", two.site.state()).ok());
+    // It is back: what it wrote is saved, and given up on both disks, by one command.
+    let back = |options: &[&str]| {
+        let run =
+            far(&["sync", "--group", "db", "--json", "--rsh", RSH]).arg(format!("far:{}", home.display()));
+        run.args(options).env("RSH_STATE", two.site.state())
+    };
+    back(&[]).code(4).says(&["have diverged", "--save-there FOLDER"]);
+    back(&["--save-there", "saved"]).code(2).says(&["absolute path"]);
+    let (members, _) = summaries(&back(&["--save-there", saved.to_str().expect("UTF-8")]).ok());
+    for name in NAMES {
+        let file = saved.join(format!("{name}.raw.delta"));
+        two.command(&["inspect"]).arg(&file).ok();
+    }
     assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
     assert_eq!(together(&home, "back"), at);
     for (image, name) in images.iter().zip(NAMES) {
         image::assert_equal(image, &home.join(format!("{name}.raw")));
     }
-    // Nor when they are given up with what was written to them.
-    let mut client = server.client(NAMES[0]);
-    client.write(SIZE - BLOCK, &two.random.bytes(BLOCK as usize)).expect("a write");
-    client.close().expect("the end");
     server.stop();
-    far(&["demote", "--group", "db", "--discard"]).ok();
-    rewind().code(4).says(&["were written to it since"]);
 }
 
 /// A replica that left the group is at the epoch of the common commit, with later writes: the group is not at one moment.
@@ -1278,19 +1255,17 @@ fn a_member_that_is_ahead_is_not_at_the_common_epoch() {
     assert_eq!(two.replicas().each_ref().map(has), [false, false]);
 }
 
-/// What is written to a disk between a demotion that failed half way and its completion is in no delta that was saved.
+/// What is written to a disk between a demotion that failed half way and its completion is not given up by that.
 #[test]
 fn a_demotion_that_failed_half_way_gives_up_no_later_write() {
     let mut two = Two::new("a demotion that fails half way");
     two.sync(&[]).ok();
     (0..2).for_each(|disk| two.change(disk, 5));
     two.stop();
-    let (saved, log) = (two.site.path("saved"), two.images[1].clone());
-    std::fs::create_dir(&saved).expect("a folder");
+    let log = two.images[1].clone();
     let in_the_way = two.site.path(".log.raw.dsync");
     std::fs::write(&in_the_way, "").expect("a file");
-    let since = ["--since", "data.raw=1", "--since", "log.raw=1"];
-    let demote = |two: &Two| two.command(&["demote", "--group", "db", "--save"]).arg(&saved).args(since);
+    let demote = |two: &Two| two.command(&["demote", "--group", "db"]);
     demote(&two).code(1);
     std::fs::remove_file(&in_the_way).expect("a file");
     // A disk that has ended is not opened, also where the record of that cannot be read.
@@ -1304,10 +1279,8 @@ fn a_demotion_that_failed_half_way_gives_up_no_later_write() {
     std::fs::rename(&aside, &record).expect("a folder");
     image::scribble(&log, MIB, BLOCK, &mut two.random);
     let before = std::fs::read(&log).expect("an image");
-    demote(&two).code(4).says(&["log.raw", "is not known", "Copy the disk first", "--group db --discard"]);
-    two.command(&["demote", "--group", "db"]).code(4).says(&["is not known"]);
     serve(&two).code(4).says(&["was interrupted"]);
-    two.command(&["demote", "--group", "db", "--discard"]).ok();
+    demote(&two).ok();
     assert!(std::fs::read(&log).expect("an image") == before);
     two.command(&["status"]).arg(&log).ok();
 }
@@ -1327,27 +1300,17 @@ fn what_came_after_the_moment_that_was_promoted_is_saved() {
     let far = Site::new();
     let dir = two.dir();
     far.dsync(["rewind", "--to", "1", "--group", &dir]).ok();
-    let promoted = far.dsync(["promote", "--force", "--group", &dir]).ok();
+    far.dsync(["promote", "--force", "--group", &dir]).ok();
     let saved = two.site.path("saved");
-    std::fs::create_dir(&saved).expect("a folder");
     // Nothing was written since the epoch that the sources know the replicas to have been at, which is another one.
-    let demote = |options: &[&str]| two.command(&["demote", "--group", "db"]).args(options);
-    let guess = ["is not known here", "--since data.raw=", "--since log.raw=", "demote --group db DIR"];
-    demote(&[]).code(4).says(&guess);
-    let saves = ["--save", &saved.display().to_string()];
-    demote(&saves).code(4).says(&guess);
-    demote(&["--since", "data.raw=1"]).code(4).says(&["log.raw", "is not known here"]);
-    demote(&["--since", "data.raw=1", "--since", "lag.raw=1"]).code(4).says(&["names lag.raw"]);
-    demote(&["--since", "1"]).code(2).says(&["DISK=EPOCH"]);
-    demote(&["--since", "data.raw=1", &dir]).code(2).says(&["omit --since"]);
-    let since = given_since(&promoted);
-    demote(&[]).args(&since).code(4).says(&["2 blocks", "will be overwritten"]);
-    let demoted = demote(&saves).args(&since).ok();
-    shows(&demoted, &["with 8.00 KiB written since", "data.raw.delta"]);
+    two.command(&["demote", "--group", "db"]).ok();
+    let home = two.images[0].parent().expect("a folder").to_path_buf();
+    let back = |options: &[&str]| far.dsync(["sync", "--group", "db", "--json"]).arg(&home).args(options);
+    back(&[]).code(4).says(&["was demoted at epoch", "--group db --save-there FOLDER"]);
+    let done = back(&["--save-there", saved.to_str().expect("UTF-8")]).ok();
     shows(&two.command(&["inspect"]).arg(saved.join("data.raw.delta")).ok(), &["8.00 KiB"]);
     // The way back is the differences.
-    let home = two.images[0].parent().expect("a folder").to_path_buf();
-    let (members, _) = summaries(&far.dsync(["sync", "--group", "db", "--json"]).arg(&home).ok());
+    let (members, _) = summaries(&done);
     assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
     two.equal();
 }
@@ -1361,7 +1324,7 @@ fn a_promotion_that_was_taken_back_hinders_no_later_one() {
     two.sync(&[]).ok();
     let dir = two.dir();
     far.dsync(["promote", "--force", "--group", &dir]).ok();
-    far.dsync(["demote", "--group", "db", "--discard"]).ok();
+    far.dsync(["demote", "--group", "db"]).ok();
     two.change(0, 5);
     two.sync(&[]).ok();
     two.server.take().expect("a server").kill();
@@ -1401,15 +1364,13 @@ fn a_failover_on_one_host_gives_up_neither_side_by_mistake() {
     let home = two.dir();
     two.command(&["sync", "--group", "db", &home])
         .code(4)
-        .says(&["(term 2) went on from them", "dsync demote"]);
+        .says(&["(term 2) went on from them", "--save-there FILE"]);
     two.stop();
-    let ways = old.each_ref().map(|image| format!("dsync demote --since 1 --save FILE {}", image.display()));
-    for options in [&["--discard"][..], &[], &["--save", &home]] {
-        let refused = two.command(&["demote", "--group", "db"]).args(options).code(4);
-        refused.says(&["(term 2)", &ways[0], &ways[1]]);
+    let ways = old.each_ref().map(|image| format!("{} --save-there FILE", image.display()));
+    two.command(&["demote", "--group", "db"]).code(4).says(&["(term 2)", &ways[0], &ways[1]]);
+    for (new, old) in two.images.iter().zip(&old) {
+        two.command(&["sync", "--discard-there"]).args([new, old]).ok();
     }
-    two.command(&["demote", "--since", "1", "--discard"]).arg(&old[0]).ok();
-    two.command(&["demote", "--since", "1"]).arg(&old[1]).ok();
     two.start();
     let (members, _) = summaries(&two.sync(&[]).ok());
     assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
@@ -1440,9 +1401,9 @@ fn a_sync_mixes_no_promotions() {
     serve(&[data, log]).code(4).says(&["was promoted in the place of", "dsync forget --group db"]);
     sync().says(&["(term 2) went on from them", "dsync forget --group db DISK"]);
     // One of each is neither.
-    two.command(&["demote", "--since", "1", "--discard"]).arg(&promoted[0]).ok();
+    two.command(&["demote"]).arg(&promoted[0]).ok();
     sync().says(&["(term 2) went on from them"]);
-    two.command(&["demote", "--since", "1", "--discard"]).arg(log).ok();
+    two.command(&["demote"]).arg(log).ok();
     let mixed = ["are of different moments", "log.raw was promoted with the group", "data.raw"];
     sync().says(&mixed);
     serve(&[data, &promoted[1]]).code(4).says(&mixed);
@@ -1878,14 +1839,13 @@ fn a_demotion_of_doubted_devices_carries_the_doubt() {
         client.close().expect("the end");
     }
     server.kill();
-    let promoted = far.dsync(["promote", "--force", "--group"]).arg(&there).ok();
+    far.dsync(["promote", "--force", "--group"]).arg(&there).ok();
     for disk in &disks {
         let device = std::fs::File::options().write(true).open(disk).expect("a device");
         device.write_all_at(&random.bytes(BLOCK as usize), 900 * BLOCK).expect("a write");
         device.sync_all().expect("a flush");
     }
-    near.dsync(["demote", "--group", "db", "--discard"]).args(given_since(&promoted)).ok();
-    let (members, _) = summaries(&towards(&far, &near, &near.path("disks")).ok());
+    let (members, _) = summaries(&towards(&far, &near, &near.path("disks")).args(["--discard-there"]).ok());
     assert!(members.iter().all(|member| member["method"] == "compare"), "{members:?}");
     for (name, disk) in NAMES.iter().zip(&disks) {
         let replica = std::fs::read(there.join(format!("{name}.raw"))).expect("a disk");

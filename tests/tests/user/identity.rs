@@ -94,23 +94,22 @@ fn a_promoted_replica_is_no_silent_destination() {
             scene.change(10);
             for command in ["sync", "mirror"] {
                 let run = scene.site.dsync([command]).arg(&scene.image).arg(&place);
-                run.code(4).says(&[&shown, "have diverged", "dsync demote"]);
+                run.code(4).says(&[&shown, "have diverged", "--save-there FILE"]);
             }
             let delta = scene.site.dsync(["extract", "--since", "1"]).arg(&scene.image).ok().stdout;
             scene.site.dsync(["merge"]).arg(&place).input(delta).code(4).says(&["was promoted", "overwrite"]);
-            scene.site.dsync(["recover"]).arg(&place).code(4).says(&["was promoted", "dsync demote"]);
+            scene.site.dsync(["recover"]).arg(&place).code(4).says(&["was promoted", "its writes are saved"]);
             let status = scene.site.dsync(["status"]).arg(&place).ok().text();
             assert!(status.contains("promoted: term"), "{status}");
             for options in [&[][..], &["--repair"], &["--repair", "--commit", "in-place"]] {
                 let run = scene.site.dsync(["verify"]).args(options).arg(&scene.image).arg(&place);
-                run.code(4).says(&[&shown, "have diverged", "dsync demote"]);
+                run.code(4).says(&[&shown, "have diverged", "--save-there FILE"]);
             }
             sync(&scene, &place, &[]).code(4);
-            sync(&scene, &place, &["--adopt"]).code(4).says(&[&shown, "have diverged", "dsync demote"]);
+            sync(&scene, &place, &["--adopt"]).code(4).says(&[&shown, "have diverged", "--save-there FILE"]);
             assert_eq!(byte(&place, 5 * MIB), 0xee);
-            // Given up by name, it follows again.
-            scene.site.dsync(["demote", "--discard"]).arg(&place).ok();
-            sync(&scene, &place, &[]).ok();
+            // Given up by consent, it follows again.
+            sync(&scene, &place, &["--discard-there"]).ok();
             assert_same(&scene.image, &place);
             scene.change(10);
             assert_eq!(sync(&scene, &place, &[]).ok().summary()["method"], "tracked");

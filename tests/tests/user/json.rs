@@ -171,7 +171,7 @@ fn what_is_printed_is_what_the_page_says() {
     page.source(&run(&["status", "vm"]).ok().summary());
     let copy = far.replica();
     page.holds("promote", &far.site.dsync(["promote", "--force", "--json"]).arg(&copy).ok().summary());
-    page.holds("demote", &far.site.dsync(["demote", "--discard", "--json"]).arg(&copy).ok().summary());
+    page.holds("demote", &far.site.dsync(["demote", "--json"]).arg(&copy).ok().summary());
 
     let never: Vec<&String> = page.sections.keys().filter(|name| !page.seen.contains(*name)).collect();
     assert!(never.is_empty(), "described, and never printed: {never:?}");

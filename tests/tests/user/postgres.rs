@@ -169,26 +169,22 @@ fn failback(
     assert!(!left.quiet || lost.is_empty(), "{} transactions that had arrived are lost", lost.len());
     let clients = Clients::start(&at_work.database, acked);
     pause(random, 300);
-    // What was written and did not arrive is named, and saved.
     let since = left.epoch.to_string();
-    let named = here.run(&["demote", "-n", "--json", "--since", &since]).ok().summary();
-    let named = number(&named, "bytes_unsure");
-    assert!(named / image::BLOCK >= left.differing as u64, "{} blocks differed: {named}", left.differing);
-    if named > 0 {
-        here.run(&["demote", "--since", &since]).code(4).says(&["written to", "--save FILE"]);
-    }
     let ours = here.changed(&since);
     let saved = here.new_file();
-    let save = ["demote", "--json", "--since", &since, "--save", saved.to_str().expect("a path")];
-    let demoted = here.run(&save).ok().summary();
-    assert_eq!((number(&demoted, "bytes_unsure"), saved.exists()), (named, true), "{demoted}");
+    let save = ["--save-there", saved.to_str().expect("a path")];
     clients.stop(acked);
     // At rest, so that it is known what was written.
     let AtWork { database, device, server, _place } = at_work;
     database.stop(random.coin());
     let either = ours.union(&there.changed(&since)).count() as u64 * image::BLOCK;
-    let back = there.sync(here, &[]).ok().summary();
+    // What was written and did not arrive is named, and saved.
+    there.sync(here, &[]).code(4).says(&["have diverged", "--save-there FILE"]);
+    let back = there.sync(here, &save).ok().summary();
     assert_eq!(back["method"], "tracked", "{back}");
+    let named = number(&back["given_up"], "bytes");
+    assert!(named / image::BLOCK >= left.differing as u64, "{} blocks differed: {named}", left.differing);
+    assert!(saved.exists());
     let sent = number(&back, "bytes_sent");
     // A few messages are exchanged however little there is.
     assert!(sent * 100 <= either * 105 + 800_000, "{sent} bytes were sent, and either side wrote {either}");

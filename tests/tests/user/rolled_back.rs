@@ -86,7 +86,7 @@ fn a_rolled_back_host_does_not_overwrite_what_a_mirror_has_brought() {
             let server = served.then(|| a.site.serve(&[&a.disk], &[]));
             for options in [&[][..], &["--method", "compare"], &["--method", "tracked"], &["-n"]] {
                 let refused = a.sync(&b, options).code(4);
-                refused.says(&["rolled back", "dsync promote --force", "--adopt"]);
+                refused.says(&["rolled back", "dsync promote --force", "--discard-there"]);
             }
             a.towards(&b, &["verify", "--repair"]).code(4).says(&["rolled back"]);
             a.towards(&b, &["verify"]).code(4).says(&["rolled back"]);
@@ -99,9 +99,8 @@ fn a_rolled_back_host_does_not_overwrite_what_a_mirror_has_brought() {
     }
     // The way out that loses nothing.
     b.force();
-    b.sync(&a, &[]).code(4).says(&["have diverged", "--save FILE"]);
-    a.run(&["demote", "--since", "1", "--discard"]).ok();
-    b.sync(&a, &[]).ok();
+    b.sync(&a, &[]).code(4).says(&["have diverged", "--save-there FILE"]);
+    b.sync(&a, &["--discard-there"]).ok();
     image::assert_equal(&a.disk, &b.disk);
     assert_eq!(has, image::fingerprint(&b.disk).0);
 }
@@ -138,8 +137,8 @@ fn who_takes_over_from_a_rolled_back_host_overwrites_no_batches() {
             amidst.restore(&a);
         }
         let next = if to_itself {
-            let since = a.sync(&b, &[]).ok().summary()["epoch"].to_string();
-            a.run(&["demote", "--discard", "--since", &since]).ok();
+            a.sync(&b, &[]).ok();
+            a.run(&["demote"]).ok();
             a.force();
             &a
         } else {
@@ -196,16 +195,15 @@ fn who_took_over_is_not_overwritten_by_a_source_that_is_older_than_that() {
         a.sync(&b, &[]).code(4).says(&[
             "have diverged",
             "cannot be saved as a delta",
-            "first if what only that has is wanted",
+            "so copy it first if it is wanted",
         ]);
-        let saved = b.new_file();
-        b.site.dsync(["demote", "--save"]).args([&saved, &b.disk]).ok();
+        b.run(&["demote"]).ok();
         for options in [&[][..], &["--method", "compare"], &["-n"]] {
-            let way = if later { "copy the disk there first" } else { "demote --since 1 --save FILE" };
-            a.sync(&b, options).code(4).says(&["does not have", way, "--adopt"]);
+            let way = if later { "copy it first" } else { "--save-there FILE" };
+            a.sync(&b, options).code(4).says(&["was demoted at epoch", way, "--discard-there"]);
         }
         assert_eq!(has, image::fingerprint(&b.disk).0);
-        a.sync(&b, &["--adopt"]).ok();
+        a.sync(&b, &["--discard-there"]).ok();
         image::assert_equal(&a.disk, &b.disk);
     }
 }
@@ -248,7 +246,7 @@ fn who_takes_over_does_not_overwrite_what_a_rolled_back_source_has_forgotten() {
         drop(server);
         a.towards(&b, &["demote"]).ok();
         b.run(&["promote"]).ok();
-        b.sync(&c, &[]).code(4).says(&["has diverged", "--adopt"]);
+        b.sync(&c, &[]).code(4).says(&["has diverged", "--discard-there"]);
         assert_eq!(std::fs::read(&c.disk).expect("a replica"), only);
         // What is at an epoch of its line, and lags behind, is no such thing.
         b.sync(&c, &["--adopt"]).ok();

@@ -264,9 +264,8 @@ fn a_replica_that_differs_and_takes_over_is_compared() {
     near.towards(&far, &["verify"]).code(5);
     assert!(!far.force()["verdict"].is_null());
     far.write([9], &mut random);
-    near.run(&["demote", "--since", "1", "--discard"]).ok();
     for host in [&near, &third] {
-        assert_eq!(far.sync(host, &[]).ok().summary()["method"], "compare");
+        assert_eq!(far.sync(host, &["--discard-there"]).ok().summary()["method"], "compare");
         image::assert_equal(&far.disk, &host.disk);
     }
     far.write([9], &mut random);
@@ -283,8 +282,7 @@ fn a_replica_that_was_the_source_meanwhile_is_handed_over_to() {
     damage(&far, 0..8 * MIB, 3, &mut random);
     near.towards(&far, &["verify"]).code(5);
     far.force();
-    near.run(&["demote", "--since", "1", "--discard"]).ok();
-    far.sync(&near, &[]).ok();
+    far.sync(&near, &["--discard-there"]).ok();
     for (from, to) in [(&far, &near), (&near, &far)] {
         from.towards(to, &["demote"]).ok();
         let promoted = to.run(&["promote", "--json"]).ok().summary();

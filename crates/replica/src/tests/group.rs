@@ -580,7 +580,7 @@ fn a_promotion_that_has_ended_is_not_completed_again() {
             gave_up: None,
             block_size: BLOCK as u32,
             size: source.images[1].len() as u64,
-            since: Some((source.epochs[1], Vec::new(), crate::UnsureSet::new())),
+            since: Some((source.epochs[1], crate::UnsureSet::new())),
             saved: None,
         };
         replica.demote(&demotion, &|_| true).unwrap();

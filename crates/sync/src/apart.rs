@@ -1,0 +1,140 @@
+//! What only a destination has, and what becomes of that where its user consents to give it up.
+
+use std::path::Path;
+
+use link::Link;
+use replica::Role;
+use source::Handle;
+
+use crate::conflict::{Conflict, Diverged, Divergence};
+use crate::error::SyncError;
+use crate::facts::facts;
+use crate::messages::{Apart, Open, Status, open, part};
+use crate::options::{GiveUp, SyncOptions};
+use crate::plan::{Facts, Knowledge, refuse_diverged};
+use crate::report::{GivenUp, Totals};
+use crate::transfer::Transfer;
+
+/// What a sync with consent does to its destination first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Loss {
+    /// The destination has nothing that the source has not.
+    Nothing,
+    /// What was written to it since then is given up there: it records that, and is a replica afterwards.
+    Since(Apart),
+    /// What it has is in no record, so all of it is compared.
+    Compared,
+}
+
+/// What has to be given up.
+///
+/// # Errors
+/// Refused if it is to be saved, and nothing tells what it is.
+pub(crate) fn loss(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<Loss, Conflict> {
+    let Some(how) = &options.give_up else { return Ok(Loss::Nothing) };
+    let saves = matches!(how, GiveUp::Save(_));
+    let (loss, why) = match refuse_diverged(facts, status, options) {
+        Err(Conflict::Diverged(diverged)) => diverged.loss(),
+        Err(Conflict::Foreign { .. }) => (Loss::Compared, REPLICA),
+        Err(other) => return Err(other),
+        // Its numbers fit, and its ids do not.
+        Ok(()) if matches!(facts.history, Knowledge::Foreign(_)) => (Loss::Compared, REPLICA),
+        Ok(()) if saves => given_up_before(status),
+        Ok(()) => (Loss::Nothing, ""),
+    };
+    match loss {
+        Loss::Compared | Loss::Since(Apart { since: None }) if saves => {
+            Err(Conflict::Unsaveable { name: facts.name.to_owned(), why: why.to_owned() })
+        }
+        loss => Ok(loss),
+    }
+}
+
+const REPLICA: &str = "it is a replica, and only a source records what is written to it";
+const TOO_FAR: &str = "its history does not go back to an epoch that both have";
+const GIVEN_UP: &str = "it was given up before, and a sync has begun to overwrite it";
+
+/// What was given up by an earlier command, without saving it, is saved as long as it is there.
+fn given_up_before(status: &Status) -> (Loss, &'static str) {
+    let Role { demoted, .. } = &status.replica.role;
+    let unsaved = demoted.as_ref().is_some_and(|demoted| demoted.saved.is_none());
+    match status.replica.epoch.filter(|_| unsaved && !status.replica.unsure.is_empty()) {
+        Some(epoch) if status.demotes_anew.contains(&epoch) => {
+            (Loss::Since(Apart { since: Some(epoch.number) }), "")
+        }
+        Some(_) => (Loss::Compared, GIVEN_UP),
+        None => (Loss::Nothing, ""),
+    }
+}
+
+impl Diverged {
+    /// What is lost where the source is kept, and why it could not be saved.
+    pub(crate) fn loss(&self) -> (Loss, &'static str) {
+        match self.divergence {
+            Divergence::TwoSources { there, .. } => {
+                (Loss::Since(Apart { since: self.common.filter(|_| there.reaches) }), TOO_FAR)
+            }
+            Divergence::OtherBranch { demoted: true, .. } => match self.common {
+                None => (Loss::Compared, TOO_FAR),
+                since => (Loss::Since(Apart { since }), TOO_FAR),
+            },
+            _ => (Loss::Compared, REPLICA),
+        }
+    }
+}
+
+/// What there is to say where nothing had to be given up, although its user consented.
+pub(crate) fn said_of_nothing(status: &Status, how: &GiveUp) -> String {
+    let saved = status.replica.role.demoted.as_ref().and_then(|demoted| demoted.saved.as_ref());
+    match (saved, how) {
+        (Some(file), _) => format!("what was given up there is saved in {}", file.display()),
+        (None, GiveUp::Save(file)) => {
+            format!("nothing there had to be given up, so {} was not written", file.display())
+        }
+        (None, GiveUp::Discard) => "nothing there had to be given up".into(),
+    }
+}
+
+impl Transfer<'_> {
+    /// Has the destination give up what was written to it since then. What it is afterwards, and what it gave up.
+    pub(crate) fn give_up(&self, apart: Apart) -> Result<(Status, GivenUp), SyncError> {
+        let status = self.ask_to_give_up(apart)?;
+        let epoch = status.replica.epoch;
+        let given_up = GivenUp {
+            since: epoch.map(|epoch| epoch.number),
+            bytes: epoch.map(|_| status.replica.unsure.bytes()),
+            saved: status.replica.role.demoted.as_ref().and_then(|demoted| demoted.saved.clone()),
+        };
+        Ok((status, given_up))
+    }
+}
+
+/// Has one destination of a group give up what only it has, so that the group can be synced to it. Returns what that was, and whether all of
+/// the destination has to be compared, because it is in no record.
+///
+/// # Errors
+/// As for a sync with consent.
+pub fn give_up_member(
+    handle: &Handle,
+    link: Link,
+    (destination, name): (&Path, &str),
+    options: &SyncOptions,
+) -> Result<(Option<GivenUp>, bool), SyncError> {
+    let (sender, receiver) = link.split();
+    let done = (|| {
+        let asked = Open::for_sync(destination, options).beside(handle)?;
+        let status = open(&sender, &receiver, &asked, None)?;
+        let loss = loss(&facts(handle, &status, name, options)?, &status, options)?;
+        let totals = Totals::new(&|_, _| {});
+        let (sender, receiver, member) = (&sender, &receiver, (0, false));
+        let transfer =
+            Transfer { sender, receiver, name, options, totals, in_place: false, member, resends: false };
+        match loss {
+            Loss::Since(apart) if !options.dry_run => {
+                transfer.give_up(apart).map(|(_, given_up)| (Some(given_up), false))
+            }
+            loss => Ok((None, loss == Loss::Compared)),
+        }
+    })();
+    part(sender, &receiver, done)
+}
