@@ -183,11 +183,6 @@ fn join(first: &Header, second: &Header, number: usize) -> Result<Header> {
     if first.batch && !continues {
         return refuse(number - 1, "is a batch of a mirror and ends within an epoch");
     }
-    for (number, header) in [(number - 1, first), (number, second)] {
-        if header.rehearsed {
-            return refuse(number, "is of a rehearsal, and no moment of a source");
-        }
-    }
     if first.partial {
         return refuse(number - 1, "mends a part of one replica");
     }
@@ -234,7 +229,6 @@ fn join(first: &Header, second: &Header, number: usize) -> Result<Header> {
         fuzzy: second.fuzzy || first.fuzzy && !continues,
         batch: second.batch,
         partial: false,
-        rehearsed: false,
         lives: second.lives.clone(),
     };
     header.limit_chain();

@@ -21,9 +21,8 @@ const FUZZY: u32 = 4;
 // 8 was in use before the first release.
 const BATCH: u32 = 16;
 const PARTIAL: u32 = 32;
-const REHEARSED: u32 = 64;
 const WHOLE_PATH: u32 = 128;
-const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH | PARTIAL | REHEARSED | WHOLE_PATH;
+const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH | PARTIAL | WHOLE_PATH;
 
 /// How the changes were found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -102,8 +101,6 @@ pub struct Header {
     pub batch: bool,
     /// Found by comparing a part of the replica at its own epoch: what it does not name stays as it was.
     pub partial: bool,
-    /// What was written over a replica's state in a rehearsal: no moment of its source. It makes that replica the source.
-    pub rehearsed: bool,
     /// The way to the moment that the delta leads to. Bound to a replica's state, it may begin with the newest life that the replica knows.
     pub lives: Lives,
 }
@@ -131,7 +128,6 @@ impl Header {
             fuzzy: false,
             batch: false,
             partial: false,
-            rehearsed: false,
             lives: Lives::default(),
         }
     }
@@ -186,8 +182,6 @@ impl Header {
             "it is a batch, but does not say for which state of a replica"
         } else if self.partial && self.method != Method::Compare {
             "it is of a part, but was not found by comparing"
-        } else if self.rehearsed && !self.batch {
-            "it is of a rehearsal, but does not say of which state of a replica"
         } else if !self.lives.is_sound() {
             "the lives that led to it are too many, or repeat themselves"
         } else if self.is_seed() && chain.len() > 1 {
@@ -209,7 +203,6 @@ impl Header {
         flags |= if self.fuzzy { FUZZY } else { 0 };
         flags |= if self.batch { BATCH } else { 0 };
         flags |= if self.partial { PARTIAL } else { 0 };
-        flags |= if self.rehearsed { REHEARSED } else { 0 };
         flags |= if self.lives.is_whole() { WHOLE_PATH } else { 0 };
         head.extend(VERSION.to_le_bytes());
         head.extend([self.method as u8, 0]);
@@ -316,7 +309,6 @@ impl Header {
             fuzzy: flags & FUZZY != 0,
             batch: flags & BATCH != 0,
             partial: flags & PARTIAL != 0,
-            rehearsed: flags & REHEARSED != 0,
             lives: Lives::of(path, flags & WHOLE_PATH != 0),
         };
         header.check()?;

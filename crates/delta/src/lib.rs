@@ -23,7 +23,6 @@
 //!     fuzzy: false,
 //!     batch: false,
 //!     partial: false,
-//!     rehearsed: false,
 //!     lives: lineage::Lives::default(),
 //! };
 //! let mut writer = Writer::new(Vec::new());

@@ -1,5 +1,4 @@
-//! A file that gets its name only once it is whole, and takes it from no other: what is written to a rehearsal or to a source that is given
-//! up is saved in one.
+//! A file that gets its name only once it is whole, and takes it from no other: what was written to a source that is given up is saved in one.
 //!
 //! Until then it is NAME.partial, which the process that writes it holds locked. One that is not locked is what a process that was killed
 //! has left, and is begun anew.
@@ -11,8 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::fs::{
-    AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, fallocate, flock, renameat,
-    renameat_with, statat, unlinkat,
+    AtFlags, FlockOperation, Mode, OFlags, RenameFlags, flock, renameat, renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
 
@@ -61,17 +59,6 @@ impl NewFile {
     /// Where it is written to.
     pub fn file(&self) -> &File {
         &self.file
-    }
-
-    /// Makes sure that it can be so many bytes long, where its file system can promise that.
-    ///
-    /// # Errors
-    /// If there is no room for them.
-    pub fn reserve(&self, bytes: u64) -> io::Result<()> {
-        match fallocate(&self.file, FallocateFlags::empty(), 0, bytes.max(1)) {
-            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL | Errno::NODEV) => Ok(()),
-            reserved => Ok(reserved?),
-        }
     }
 
     /// Gives it its name, in the folder where it is. All of it is durable when this returns.
@@ -169,7 +156,11 @@ mod tests {
         first.name(&temp.path().join("other")).unwrap();
         drop(first);
         assert_eq!(std::fs::read(&path).unwrap(), b"copied here meanwhile");
-        assert_eq!(std::fs::read(temp.path().join("other")).unwrap(), b"first");
+        let other = temp.path().join("other");
+        assert_eq!(
+            (std::fs::read(&other).unwrap(), other.metadata().unwrap().mode() & 0o777),
+            (b"first".into(), 0o600)
+        );
         // What gets no name is gone.
         drop(NewFile::begin(&temp.path().join("third")).unwrap());
         assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 2);

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use extents::Bitmap;
@@ -43,14 +43,7 @@ pub struct Overlay {
     file: File,
     /// Bytes that may be written before that is looked at again.
     quota: AtomicU64,
-    /// Has room made for so many bytes where what is written will be kept.
-    reserve: Option<Box<Reserve>>,
-    /// Nothing is written any more.
-    closed: AtomicBool,
 }
-
-/// Makes sure that so many bytes find room.
-type Reserve = dyn Fn(u64) -> io::Result<()> + Send + Sync;
 
 impl Overlay {
     /// A disk over `base`, with its scratch file in this folder.
@@ -76,34 +69,12 @@ impl Overlay {
             locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
             file,
             quota: AtomicU64::new(0),
-            reserve: None,
-            closed: AtomicBool::new(false),
         })
-    }
-
-    /// Calls this before the scratch file grows, with the bytes that it may then hold: where it fails, so does the write.
-    pub fn reserving(self, reserve: impl Fn(u64) -> io::Result<()> + Send + Sync + 'static) -> Overlay {
-        Overlay { reserve: Some(Box::new(reserve)), ..self }
-    }
-
-    /// Has all writes fail from now on. Waits for those under way.
-    pub fn close(&self) {
-        self.closed.store(true, SeqCst);
-        for lock in &self.locks {
-            drop(lock.lock().unwrap_or_else(PoisonError::into_inner));
-        }
     }
 
     /// Bytes that the scratch file takes.
     pub fn taken(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.blocks() * 512)
-    }
-
-    /// The ranges that were written, ascending: whole blocks.
-    pub fn changed(&self) -> Vec<Range<u64>> {
-        let blocks = self.base.len().div_ceil(self.block);
-        let bytes = |run: Range<u64>| self.bytes_of(run.start).start..self.bytes_of(run.end - 1).end;
-        self.written.runs_in(0..blocks).map(bytes).collect()
     }
 
     /// Gives the room back that the scratch file takes. Nothing can be written or read that was written from then on.
@@ -140,11 +111,7 @@ impl Overlay {
                 ),
             ));
         }
-        let quota = LOOK_EVERY.min((free - taken) / 4);
-        // Several writes may be on their way that have had their part of the last quota.
-        let most = taken.saturating_add(bytes).saturating_add(quota).saturating_add(LOOK_EVERY / 4);
-        self.reserve.as_ref().map_or(Ok(()), |reserve| reserve(most.min(self.base.len())))?;
-        self.quota.store(quota, SeqCst);
+        self.quota.store(LOOK_EVERY.min((free - taken) / 4), SeqCst);
         Ok(())
     }
 
@@ -154,9 +121,6 @@ impl Overlay {
         while at < end {
             let part = at..end.min((at / STRIPE + 1) * STRIPE);
             let _alone = self.lock(at);
-            if self.closed.load(SeqCst) {
-                return Err(io::Error::other("what was written is saved, and nothing more can be"));
-            }
             let blocks = part.start / self.block..part.end.div_ceil(self.block);
             for block in [blocks.start, blocks.end - 1] {
                 let whole = self.bytes_of(block);

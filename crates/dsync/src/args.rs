@@ -168,8 +168,6 @@ pub(crate) enum Command {
         for Prometheus, on loopback\n  \
         dsync serve /srv/vm.raw@now --writable --socket /run/try.sock\n      \
         a rehearsal on a replica\n  \
-        dsync serve /srv/vm.raw@now --writable --save try.delta --socket /run/try.sock\n      \
-        one that may be kept\n  \
         dsync serve /srv/vm.raw@41 --socket /run/41.sock\n      \
         a replica as it was at epoch 41\n  \
         dsync serve --group /srv/db@now --writable --socket /run/try.sock\n      \
@@ -370,8 +368,6 @@ pub(crate) enum Command {
         the source is gone, with what it wrote last\n  \
         dsync promote -n --force /srv/vm.raw\n      \
         which moment that would be\n  \
-        dsync promote --force /srv/vm.raw --with try.delta\n      \
-        with what was written to a rehearsal\n  \
         dsync promote --group /srv/db\n      \
         all disks of a group, or none\n  \
         dsync serve /srv/vm.raw --socket /run/vm.sock\n      \
@@ -1007,15 +1003,12 @@ pub(crate) struct Serve {
     /// Refuse writes, and record nothing
     #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit"])]
     pub read_only: bool,
-    /// Let clients write to REPLICA@MOMENT: to a scratch file, which is thrown away at the end, but for --save
+    /// Let clients write to REPLICA@MOMENT: to a scratch file, which is thrown away at the end
     #[arg(long, conflicts_with = "read_only")]
     pub writable: bool,
     /// Folder of the scratch file [default: the folder of the replica's state]
     #[arg(long, value_name = "DIR", requires = "writable")]
     pub overlay: Option<PathBuf>,
-    /// At the end, save what was written to REPLICA@MOMENT in this new file: "dsync promote REPLICA --with FILE" makes it real
-    #[arg(long, value_name = "FILE", requires = "writable")]
-    pub save: Option<PathBuf>,
     /// Make these images a group: "dsync sync --group" brings replicas of all of them to one moment. Without images, DIR@now or
     /// DIR@EPOCH: the replicas of the group in this folder, as they were at one common epoch
     #[arg(long, value_name = "NAME|DIR@EPOCH", conflicts_with = "read_only")]
@@ -1360,14 +1353,11 @@ pub(crate) struct Promote {
     #[arg(value_name = "REPLICA")]
     pub replica: PathBuf,
     /// Promote all replicas of the group in this folder, which must be at one common epoch
-    #[arg(long, conflicts_with_all = ["journal_dir", "with"])]
+    #[arg(long, conflicts_with = "journal_dir")]
     pub group: bool,
     /// Give up what the source wrote after the replica's epoch
     #[arg(long)]
     pub force: bool,
-    /// With what was written to a rehearsal of it, which "dsync serve REPLICA@now --writable --save FILE" has saved
-    #[arg(long, value_name = "FILE")]
-    pub with: Option<PathBuf>,
     /// Print what would be done and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,

@@ -52,9 +52,7 @@ pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     let last = header.to().map_or(0, |e| e.number);
     output.say(&format!("delta {name}: complete, {}", units::size(bytes)));
     output.say(&format!("  source   {}", header.source));
-    output.say(&if header.rehearsed {
-        format!("  epochs   a rehearsal after epoch {last}, for \"dsync promote REPLICA --with\"")
-    } else if header.is_seed() {
+    output.say(&if header.is_seed() {
         format!("  epochs   whole disk at epoch {last}")
     } else if header.binds.is_some() {
         format!("  epochs   to {last}, for the one replica that it was made for")

@@ -28,16 +28,9 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         ))
         .into());
     }
-    let options = PromoteOptions {
-        force: args.force,
-        dry_run: args.dry_run,
-        journal_dir: args.journal_dir.clone(),
-        with: args.with.clone(),
-    };
-    if options.with.is_none() {
-        let opening = sync::open_options(options.journal_dir.as_deref(), state);
-        heed_rehearsals(&path, &opening, options.dry_run, output)?;
-    }
+    let options =
+        PromoteOptions { force: args.force, dry_run: args.dry_run, journal_dir: args.journal_dir.clone() };
+    warn_of_readers(&path, &sync::open_options(options.journal_dir.as_deref(), state), output);
     let promotion = sync::promote(state, &path, &options)
         .map_err(|error| not_promoted(error, &path, has_begun(&path, &options, state)))?;
     promotion.recovered.iter().for_each(|recovered| output.warn(recovered));
@@ -46,40 +39,23 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     Ok(())
 }
 
-/// What is written to a rehearsal under way cannot be made real any more once the replica is promoted without it.
-///
-/// # Errors
-/// Refused if that is to be saved, unless it is a dry run.
-pub(crate) fn heed_rehearsals(
-    path: &Path,
-    options: &replica::Options,
-    dry_run: bool,
-    output: &Output,
-) -> Result<()> {
+/// Says who shows the replica to clients, which lose it to a promotion.
+pub(crate) fn warn_of_readers(path: &Path, options: &replica::Options, output: &Output) {
     let readers = replica::readers(path, options).unwrap_or_default();
-    for Reader { process, epoch, saves, .. } in readers.iter().filter(|reader| reader.lost.is_none()) {
-        let path = path.display();
-        if *saves && !dry_run {
-            return Err(Failure::refused(format!(
-                "process {process} serves a rehearsal of {path} at epoch {epoch}, and saves what is written to it: once {path} is promoted, that can \
-                 be made real no more. Stop that server first. Then promote with \"--with FILE\", which it has saved, or without, and delete FILE"
-            ))
-            .into());
-        }
+    for Reader { process, epoch, .. } in readers.iter().filter(|reader| reader.lost.is_none()) {
         output.warn(&format!(
-            "process {process} shows epoch {epoch} of {path} to its clients, which get I/O errors after the promotion. What they have written to a \
-             rehearsal can be kept only by stopping that server first, and promoting with \"--with FILE\", which it has saved"
+            "process {process} shows epoch {epoch} of {} to its clients, which get I/O errors after the promotion",
+            path.display()
         ));
     }
-    Ok(())
 }
 
 /// True unless it is certain that a promotion which failed has changed nothing.
 fn has_begun(path: &Path, options: &PromoteOptions, state: &StateDir) -> bool {
     let opening = sync::open_options(options.journal_dir.as_deref(), state);
-    // The mark is the first step. What is put into the replica before it, of a rehearsal, may be there in part.
+    // The mark is the first step.
     let is_marked = |lineage: replica::Lineage| lineage.role.promoted.is_some();
-    let is_marked = match replica::inspect(path, &opening) {
+    match replica::inspect(path, &opening) {
         Ok(lineage) => lineage.is_some_and(is_marked),
         // What cannot be reached was not written to.
         Err(ReplicaError::Device(_) | ReplicaError::NotAReplica(_)) => false,
@@ -88,8 +64,7 @@ fn has_begun(path: &Path, options: &PromoteOptions, state: &StateDir) -> bool {
             ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::PermissionDenied
         ),
         Err(_) => true,
-    };
-    options.with.as_ref().is_some_and(|file| file.exists()) || is_marked
+    }
 }
 
 /// An error of a promotion, with what to do where the source is gone.
@@ -152,16 +127,7 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, (back, rewind): (&str, &
             units::age(time)
         ))
     ));
-    if let Some(file) = &promotion.with {
-        let file = file.display();
-        output.say(&match promotion.dry_run {
-            true => format!("  with what was written to the rehearsal that {file} holds"),
-            false => format!(
-                "  with what was written to the rehearsal that {file} holds: {} differ from that epoch",
-                units::size(promotion.bytes_ahead)
-            ),
-        });
-    } else if promotion.bytes_ahead > 0 {
+    if promotion.bytes_ahead > 0 {
         output.say(&format!(
             "  it is ahead of that epoch: {} are of a later moment",
             units::size(promotion.bytes_ahead)

@@ -25,7 +25,7 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     location::refuse_host(&args.replica, "promote --group")?;
     let dir = std::path::absolute(&args.replica)?;
     let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
-    heed_rehearsals(&dir, state, args.dry_run, output)?;
+    warn_of_readers(&dir, state, output);
     let promotion =
         sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir, true))?;
     let way_back = format!("dsync sync --group {} DIR --save-there FOLDER", promotion.group);
@@ -52,17 +52,16 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     Ok(())
 }
 
-/// Heeds who shows the members of a group in a folder, as far as they are listed on this host.
-fn heed_rehearsals(dir: &Path, state: &StateDir, dry_run: bool, output: &Output) -> Result<()> {
+/// Says who shows the members of a group in a folder, as far as they are listed on this host.
+fn warn_of_readers(dir: &Path, state: &StateDir, output: &Output) {
     let in_group = |known: &replica::KnownReplica| {
         known.path.parent() == Some(dir)
             && known.lineage.as_ref().is_some_and(|lineage| lineage.group.is_some())
     };
     let known = sync::known_replicas(state).all().unwrap_or_default();
     for member in known.iter().filter(|known| in_group(known)) {
-        failover::heed_rehearsals(&member.path, &sync::open_options(None, state), dry_run, output)?;
+        failover::warn_of_readers(&member.path, &sync::open_options(None, state), output);
     }
-    Ok(())
 }
 
 /// A demotion of a group, with the replicas that succeed it if they are named.

@@ -1,16 +1,15 @@
 //! `dsync serve REPLICA@MOMENT`: a replica at one moment, for NBD clients, while syncs and mirrors go on beneath.
 
 use std::collections::BTreeMap;
-use std::io::{BufWriter, ErrorKind, Seek, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use device::{Disk, NewFile, Overlay};
+use device::{Disk, Overlay};
 use replica::{Options, ReplicaError, View, Wanted};
 use source::{SourceError, StateDir};
 
@@ -21,9 +20,6 @@ use crate::{Failure, args, status, units};
 
 /// How often it is looked whether a moment can still be read.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-
-/// How often it is tried to save what was written where there is no room.
-const SAVE_EVERY: Duration = Duration::from_secs(1);
 
 /// The present moment.
 const NOW: &str = "now";
@@ -98,41 +94,12 @@ pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<
     Ok(all)
 }
 
-/// The file in which what clients write is saved.
-struct Saved {
-    path: PathBuf,
-    /// Held from the start, so that no other server saves there.
-    file: Mutex<NewFile>,
-    /// Where it was saved, and how many bytes of the disk that are.
-    done: OnceLock<(PathBuf, u64)>,
-}
-
-impl Saved {
-    fn file(&self) -> MutexGuard<'_, NewFile> {
-        self.file.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Makes sure that so many bytes of the disk find room in the file, with what a delta adds to them.
-    fn reserve(&self, bytes: u64) -> std::io::Result<()> {
-        self.file().reserve(bytes + bytes / 64 + (64 << 10)).map_err(|error| {
-            let what = format!("there is no room to save what is written in {}", self.path.display());
-            if is_full(&error) { std::io::Error::new(ErrorKind::StorageFull, what) } else { error }
-        })
-    }
-}
-
-fn is_full(error: &std::io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
-}
-
 /// A replica at a moment.
 #[derive(Clone)]
 pub(crate) struct Rehearsal {
     view: Arc<View>,
     /// Where clients write to.
     overlay: Option<Arc<Overlay>>,
-    /// Where that is saved at the end.
-    save: Option<Arc<Saved>>,
     /// What was last said of the bytes that this takes.
     told: Arc<AtomicU64>,
 }
@@ -163,20 +130,11 @@ impl Rehearsal {
     /// Of a replica that was opened at a moment.
     fn of(view: View, args: &args::Serve) -> Result<Rehearsal> {
         let view = Arc::new(view);
-        let save = args.save.as_deref().map(begin_saving).transpose()?.map(Arc::new);
-        if save.is_some() {
-            view.tell(0, true);
-        }
         let overlay = match (args.writable, &args.overlay) {
             (false, _) => None,
-            (true, folder) => Some(overlay(&view, folder.as_deref())?),
+            (true, folder) => Some(Arc::new(overlay(&view, folder.as_deref())?)),
         };
-        let overlay = overlay.map(|overlay| match save.clone() {
-            Some(save) => overlay.reserving(move |bytes| save.reserve(bytes)),
-            None => overlay,
-        });
-        let overlay = overlay.map(Arc::new);
-        Ok(Rehearsal { view, overlay, save, told: Arc::default() })
+        Ok(Rehearsal { view, overlay, told: Arc::default() })
     }
 
     /// What clients read and write.
@@ -202,12 +160,9 @@ impl Rehearsal {
 
     /// What is said when it is served.
     pub(crate) fn about(&self) -> String {
-        let writes = match (&self.overlay, &self.save) {
-            (Some(_), Some(file)) => {
-                format!("writable: what is written is saved in {} at the end", file.path.display())
-            }
-            (Some(_), None) => "writable: what is written is thrown away at the end".into(),
-            (None, _) => "read-only".into(),
+        let writes = match self.is_writable() {
+            true => "writable: what is written is thrown away at the end",
+            false => "read-only",
         };
         format!("{}, {}, {writes}", units::size(self.view.len()), self.moment())
     }
@@ -216,125 +171,19 @@ impl Rehearsal {
     fn tell(&self) {
         let taken = self.overlay.as_ref().and_then(|overlay| overlay.taken().ok()).unwrap_or(0);
         if self.told.swap(taken, SeqCst) != taken {
-            self.view.tell(taken, self.save.is_some());
+            self.view.tell(taken);
         }
     }
 
-    /// Why it can be read no more. All that it takes is then given back; what is to be saved is saved before, as the moment below is not
-    /// needed for that.
-    fn lost(&self, output: &Output) -> Option<String> {
+    /// Why it can be read no more. All that it takes is then given back.
+    fn lost(&self) -> Option<String> {
         let why = self.view.lost()?;
-        self.overlay.iter().for_each(|overlay| overlay.close());
-        let saved = self.save_once(output);
-        if saved.is_ok() {
-            self.overlay.iter().for_each(|overlay| drop(overlay.give_up()));
-        }
+        self.overlay.iter().for_each(|overlay| drop(overlay.give_up()));
         self.view.let_go();
-        let written = match saved {
-            Ok(None) => String::new(),
-            Ok(Some(said)) => format!(". {said}"),
-            Err(error) => format!(
-                ". What was written until then cannot be saved in {} yet ({error}): make room there, then stop this server, which \
-                 tries again",
-                self.save.as_ref().map_or(Path::new(""), |save| &save.path).display()
-            ),
-        };
         Some(format!(
-            "{} can no longer be served: {why}. Its clients get I/O errors; the replica itself is not affected{written}",
+            "{} can no longer be served: {why}. Its clients get I/O errors; the replica itself is not affected",
             self.moment()
         ))
-    }
-}
-
-/// Keeping what was written.
-impl Rehearsal {
-    /// Why what is written may not become real in the end, before anything is.
-    pub(crate) fn doubt(&self) -> Option<String> {
-        let (save, path) = (self.save.as_ref()?, self.view.path().display());
-        let (epoch, file) = (self.view.epoch().number, save.path.display());
-        self.view.is_ahead().then(|| {
-            format!(
-                "the moment of {path} that is served is one to which a mirror has brought it after epoch {epoch}, and is not kept: \
-                 once the mirror goes on, what {file} holds cannot be promoted any more. To be able to, stop the mirror first, or \
-                 rehearse at an epoch that --keep has kept ({path}@{epoch})"
-            )
-        })
-    }
-
-    /// Saves what clients have written, if that is wanted: none of them writes any more. Where there is no room, waits until there is
-    /// some, or until `given_up` says that it is not wanted any more.
-    pub(crate) fn save(&self, output: &Output, mut given_up: impl FnMut() -> bool) -> Result<()> {
-        let mut told = false;
-        loop {
-            let error = match self.save_once(output) {
-                Ok(said) => {
-                    said.iter().for_each(|said| output.note(said));
-                    return Ok(());
-                }
-                Err(error) => error,
-            };
-            let file = self.save.as_ref().map_or(Path::new(""), |save| &save.path).display();
-            let what = format!("cannot save what was written to {} in {file}", self.view.path().display());
-            if !is_full(&error) {
-                return Err(anyhow::Error::from(error).context(what));
-            }
-            if !std::mem::replace(&mut told, true) {
-                output.warn(&format!(
-                    "{what}: {error}. It is tried again until there is room; a second signal gives up what was written"
-                ));
-            }
-            let until = Instant::now() + SAVE_EVERY;
-            while Instant::now() < until {
-                if given_up() {
-                    return Err(anyhow::Error::from(error).context(format!("{what}: it is given up")));
-                }
-                std::thread::sleep(Duration::from_millis(50));
-            }
-        }
-    }
-
-    /// Saves it, unless that was done before. Returns what to say of it; `None` if it is not to be saved.
-    fn save_once(&self, output: &Output) -> std::io::Result<Option<String>> {
-        let (Some(overlay), Some(save)) = (&self.overlay, self.save.as_deref()) else {
-            return Ok(None);
-        };
-        let replica = self.view.path().display();
-        let (name, bytes) = match save.done.get() {
-            Some(done) => done.clone(),
-            None => {
-                let done = self.write_down(overlay, save)?;
-                if done.0 != save.path {
-                    let shown = save.path.display();
-                    output.warn(&format!("{shown} was made by another program meanwhile, and is left alone"));
-                }
-                save.done.get_or_init(|| done).clone()
-            }
-        };
-        let (name, bytes) = (name.display(), units::size(bytes));
-        if self.view.is_promoted() {
-            return Ok(Some(format!(
-                "what was written to {replica} is saved in {name} ({bytes}), but {replica} was promoted without it, and does not take it any more"
-            )));
-        }
-        Ok(Some(format!(
-            "what was written to {replica} is saved in {name} ({bytes}): \"dsync promote --force {replica} --with {name}\" makes it real \
-             (without --force if its source has ended there); delete the file to throw it away"
-        )))
-    }
-
-    fn write_down(&self, overlay: &Arc<Overlay>, save: &Saved) -> std::io::Result<(PathBuf, u64)> {
-        let changed = overlay.changed();
-        // All of it or nothing, where that can be told before.
-        save.reserve(changed.iter().map(|range| range.end - range.start).sum())?;
-        let mut file = save.file();
-        file.file().rewind()?;
-        let mut out = BufWriter::with_capacity(1 << 20, file.file());
-        let bytes = self.view.save(overlay.clone(), &changed, &mut out)?;
-        out.flush()?;
-        let len = out.stream_position()?;
-        drop(out);
-        file.file().set_len(len)?;
-        Ok((name(&mut file, &save.path)?, bytes))
     }
 }
 
@@ -372,37 +221,6 @@ fn no_replica(path: &Path, state: &StateDir) -> Result<anyhow::Error> {
     Ok(Failure::refused(what).into())
 }
 
-/// Gives what was saved its name, or the first after it that is free: what clients wrote is nowhere else.
-fn name(file: &mut NewFile, path: &Path) -> std::io::Result<PathBuf> {
-    let mut name = path.to_owned();
-    for number in 1..100 {
-        match file.name(&name) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-            named => return named.map(|()| name),
-        }
-        let mut other = path.as_os_str().to_owned();
-        other.push(format!(".{number}"));
-        name = other.into();
-    }
-    Err(ErrorKind::AlreadyExists.into())
-}
-
-/// Begins the file, before anything is written that is to be saved there.
-fn begin_saving(path: &Path) -> Result<Saved> {
-    let shown = path.display();
-    let file = NewFile::begin(path).map_err(|error| match error.kind() {
-        ErrorKind::AlreadyExists => {
-            Failure::refused(format!("{shown} exists: give --save the name of a new file")).into()
-        }
-        ErrorKind::WouldBlock => Failure::refused(format!(
-            "another process is saving in {shown} ({shown}.partial is locked): give --save the name of another file"
-        ))
-        .into(),
-        _ => anyhow::Error::from(error).context(format!("cannot create {shown}.partial")),
-    })?;
-    Ok(Saved { path: path.to_owned(), file: Mutex::new(file), done: OnceLock::new() })
-}
-
 fn overlay(view: &Arc<View>, folder: Option<&Path>) -> Result<Overlay> {
     let folder = folder.unwrap_or(view.folder());
     let made = Overlay::new(view.clone(), folder);
@@ -429,7 +247,7 @@ impl Watch {
         let watch = move || {
             while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(LOOK_EVERY) {
                 left.retain(|rehearsal| {
-                    let why = rehearsal.lost(&output);
+                    let why = rehearsal.lost();
                     if let Some(why) = &why {
                         noted.store(true, SeqCst);
                         output.warn(why);

@@ -346,9 +346,7 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
         What::Rehearsed(rehearsal) => Some(rehearsal.clone()),
         What::Tracked(_) | What::ReadOnly(_) => None,
     });
-    let rehearsals: Vec<Rehearsal> = rehearsals.collect();
-    rehearsals.iter().filter_map(Rehearsal::doubt).for_each(|doubt| output.warn(&doubt));
-    let watch = rehearsal::Watch::start(rehearsals.clone(), output)?;
+    let watch = rehearsal::Watch::start(rehearsals.collect(), output)?;
     let server = nbd::Server::new(Arc::new(All(all)));
     server
         .on_trouble(|trouble| eprintln!("dsync: warning: {trouble} (limits: \"ulimit -n\", \"ulimit -u\")"));
@@ -367,18 +365,8 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     server.shutdown(PATIENCE);
     drop(server);
     drop(controls);
-    // It may be saving what was written, as the moment was lost.
     let watched = watch.end();
-    let mut given_up = || signals.pending().next().is_some();
-    let saved = rehearsals.iter().try_for_each(|rehearsal| rehearsal.save(output, &mut given_up));
-    end(sources, output).and(watched).and(saved)
-}
-
-fn one_saved() -> Failure {
-    Failure::usage(
-        "--save is for one replica: serve each of several from a server of its own. A replica of a group leaves it when it is promoted with what was \
-         saved, so a rehearsal of the whole group is thrown away at its end",
-    )
+    end(sources, output).and(watched)
 }
 
 /// The images of which writes are recorded, with their paths as the user gave them.
@@ -394,9 +382,6 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
                 Failure::usage("--group DIR@EPOCH serves the replicas in DIR: omit the images").into()
             );
         }
-        if args.save.is_some() {
-            return Err(one_saved().into());
-        }
         for (path, rehearsal) in rehearsal::open_group(&dir, &moment, args, state)? {
             all.push(ExportedImage { name: export_name(&path), what: What::Rehearsed(rehearsal) });
         }
@@ -405,10 +390,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
     if args.images.is_empty() {
         return Err(Failure::usage("--group NAME makes a group of the images that follow: give them").into());
     }
-    let mut together = match args.save {
-        Some(_) => Vec::new(),
-        None => rehearsal::open_together(args, state)?,
-    };
+    let mut together = rehearsal::open_together(args, state)?;
     for image in &args.images {
         let name = export_name(image);
         let rehearsed = rehearsal::parts(image);
@@ -420,10 +402,6 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
             .into());
         }
         if let Some((replica, moment)) = rehearsed {
-            let others = all.iter().any(|other| matches!(other.what, What::Rehearsed(_)));
-            if args.save.is_some() && others {
-                return Err(one_saved().into());
-            }
             let rehearsal = match together.iter().position(|(of, _)| of == image) {
                 Some(at) => together.swap_remove(at).1,
                 None => Rehearsal::open(&replica, &moment, args, state)?,

@@ -223,9 +223,6 @@ impl Batches<'_> {
         if header.binds.is_none() || header.resumes.is_some() || header.size_after != lineage.size {
             return Err(self.wrong("it is not a batch for this replica"));
         }
-        if header.rehearsed {
-            return Err(self.replica.rehearsed());
-        }
         self.replica.check(&header)?;
         let toward = Toward::of(&header).ok_or_else(|| self.wrong("it names no epoch"))?;
         let contents = Contents { start: self.end, ..Contents::default() };

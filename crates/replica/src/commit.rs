@@ -48,11 +48,7 @@ impl Replica {
         // To bring it to the destination takes its time, and after a crash it may have lain for long.
         self.note_arrival(WHOLE);
         self.begin_commit()?;
-        match toward.rehearsed {
-            // What its clients write next is kept for nobody.
-            true => self.lose_readers("the replica was promoted")?,
-            false => self.keep_for_readers(|replica| replica.replaced_by(WHOLE, deltas))?,
-        }
+        self.keep_for_readers(|replica| replica.replaced_by(WHOLE, deltas))?;
         let keeping = self.work(true)?;
         if !self.destination().is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;

@@ -84,8 +84,6 @@ mod settled;
 mod verdict;
 mod view;
 
-mod rehearsed;
-
 mod group_past;
 
 mod group;
@@ -117,7 +115,6 @@ pub use promoted::{Outlook, promotes_still, to_promote};
 #[doc(hidden)]
 pub use promoted::{promotes_still_by, to_promote_by};
 pub use receive::{Commit, Committed, DeltaReceiver};
-pub use rehearsed::Rehearsed;
 pub use replica::{Expected, Replica};
 pub use rewind::{History, history, history_at_work};
 pub use role::{Demoted, FIRST_TERM, GaveUp, Promoted, Released, Role};

@@ -210,9 +210,6 @@ pub struct Toward {
     /// The delta is a batch.
     #[serde(default)]
     pub batch: bool,
-    /// The delta is of a rehearsal: the replica becomes the source with it.
-    #[serde(default)]
-    pub rehearsed: bool,
     /// The delta's stream.
     pub stream: Uuid,
     /// The lives that led there, as the delta's header has them; `None` if it stays where it is.
@@ -230,9 +227,8 @@ impl Toward {
             block_size: header.block_size,
             fuzzy: header.fuzzy,
             batch: header.batch,
-            rehearsed: header.rehearsed,
             stream: header.stream,
-            lives: (!header.partial && !header.rehearsed).then(|| header.lives.clone()),
+            lives: (!header.partial).then(|| header.lives.clone()),
         })
     }
 }
@@ -376,15 +372,6 @@ impl Lineage {
             // The source may have been told of what it wrote itself, as a former source.
             Some(lives) => lives.onto(self.role.all_lives()),
         };
-        let follows = || Role { demoted, ..Role::replica(self.role.term, lives) };
-        // In one step with what was written to the rehearsal. No undo delta leads from there, and no group commits it.
-        let (nonce, role, group) = match toward.rehearsed {
-            true => {
-                let promoted = self.role.next_promotion(self.has_last_word());
-                (Uuid::new_v4(), self.role.promoted_so(promoted), None)
-            }
-            false => (toward.stream, follows(), self.group.clone()),
-        };
         Lineage {
             version: Self::VERSION,
             path: self.path.clone(),
@@ -403,13 +390,13 @@ impl Lineage {
             },
             size: toward.size,
             block_size: toward.block_size,
-            nonce,
+            nonce: toward.stream,
             committed: Some(toward.stream),
             stamp: Some(stamp),
             step: None,
             unsure,
-            role,
-            group,
+            role: Role { demoted, ..Role::replica(self.role.term, lives) },
+            group: self.group.clone(),
             at: Some(at),
         }
     }
@@ -529,7 +516,6 @@ mod tests {
                 block_size: 4096,
                 fuzzy: false,
                 batch: false,
-                rehearsed: false,
                 stream: Uuid::new_v4(),
                 lives: Some(Lives::first(Uuid::from_u128(1)).reaching(7)),
             },

@@ -74,11 +74,7 @@ pub fn to_promote_by(
     };
     let lineage = lineage.ok_or_else(none)?;
     let open = |doubt| open(&Options { doubt, ..options.clone() });
-    let replica = match open(options.doubt || lineage.role.promoted.is_some()) {
-        // Opening it has completed what a crash left of a promotion with what was written to a rehearsal.
-        Err(ReplicaError::Promoted { .. }) => open(true)?,
-        opened => opened?,
-    };
+    let replica = open(options.doubt || lineage.role.promoted.is_some())?;
     match replica.is_kept() {
         true => Ok(replica),
         false if replica.is_gone() => Err(gone()),

@@ -86,8 +86,6 @@ struct Known {
     prepared: Option<Prepared>,
     /// It goes back to an earlier moment: none gives way.
     rewinds: bool,
-    /// It takes over what was written to a rehearsal, and becomes the source.
-    promotes: bool,
     /// When the last of what is committed arrived, in seconds since 1970, if that was earlier than now.
     arrived: Option<u64>,
     /// Epochs of the source before that of the seed that comes.
@@ -309,15 +307,6 @@ impl Replica {
     /// When the last of what is committed arrived, if that was noted; it is then noted anew.
     pub(crate) fn arrival_mut(&mut self) -> &mut Option<u64> {
         &mut self.known.arrived
-    }
-
-    /// True while it takes over what was written to a rehearsal.
-    pub(crate) fn promotes(&self) -> bool {
-        self.known.promotes
-    }
-
-    pub(crate) fn set_promotes(&mut self, promotes: bool) {
-        self.known.promotes = promotes;
     }
 
     /// Keeps in mind what opening the replica had to mend.

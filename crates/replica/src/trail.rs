@@ -84,7 +84,6 @@ impl Footprint {
                 "a replica was compared or copied, and others had not been"
             }
             () if header.fuzzy => "it was copied from a disk in use without a freeze",
-            () if header.rehearsed => "a rehearsal became the disk",
             () => return,
         };
         self.lost = Some(why);

@@ -31,7 +31,7 @@ use crate::past::{self, Past};
 use crate::present::{Shown, Watched, share};
 use crate::replica::Replica;
 use crate::role::now;
-use crate::views::{self, About, Claim, HEAD, NAME, PROMOTED, Reader, let_go, reach};
+use crate::views::{self, About, Claim, HEAD, NAME, Reader, let_go, reach};
 
 /// How long a commit under way is waited for.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -203,7 +203,7 @@ impl View {
             None => Attempt::Made(Box::new(view)),
         };
         if let Attempt::Made(view) = &made {
-            view.tell(0, false);
+            view.tell(0);
         }
         Ok(made)
     }
@@ -256,10 +256,6 @@ impl View {
         self.shown.epoch
     }
 
-    pub(crate) fn shown(&self) -> &Shown {
-        &self.shown
-    }
-
     #[cfg(test)]
     pub(crate) fn state(&self) -> Uuid {
         self.shown.state
@@ -301,18 +297,12 @@ impl View {
         Ok(self.log.index.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Says what it reads, for `dsync status` and `dsync promote`, how many bytes its scratch file takes, and whether what is in that is saved at
-    /// the end. Where that cannot be said, nobody misses it but people.
-    pub fn tell(&self, scratch: u64, saves: bool) {
+    /// Says what it reads, for `dsync status` and `dsync promote`, and how many bytes its scratch file takes. Where that cannot be said, nobody
+    /// misses it but people.
+    pub fn tell(&self, scratch: u64) {
         let Shown { epoch, ahead, at, .. } = self.shown;
-        let about =
-            About { process: std::process::id(), since: self.since, epoch, ahead, at, scratch, saves };
+        let about = About { process: std::process::id(), since: self.since, epoch, ahead, at, scratch };
         let _ = about.tell(&self.log.file);
-    }
-
-    /// True if it was lost to a promotion.
-    pub fn is_promoted(&self) -> bool {
-        self.lost().is_some_and(|why| why == PROMOTED)
     }
 
     /// Lets go of all that it holds, once it is lost: the destination's file, which may have been replaced, and undo deltas, which may have

@@ -109,9 +109,6 @@ pub(crate) struct About {
     pub at: Option<u64>,
     /// Bytes of its scratch file.
     pub scratch: u64,
-    /// What its clients write is saved when it ends.
-    #[serde(default)]
-    pub saves: bool,
 }
 
 impl About {
@@ -140,9 +137,6 @@ pub struct Reader {
     pub lost: Option<String>,
     /// Bytes that are kept for it beside the replica: what commits have replaced, and what its clients have written.
     pub bytes: u64,
-    /// What its clients write is saved when it ends, to be promoted.
-    #[serde(skip)]
-    pub saves: bool,
 }
 
 /// Who reads the replica of a folder, the first who began first. Takes no lock.
@@ -174,10 +168,10 @@ fn reader(log: &File) -> Option<Reader> {
     log.read_exact_at(&mut head, 0).ok()?;
     let about: About = serde_json::from_slice(text_at(&head, ABOUT)?).ok()?;
     let kept = log.metadata().ok()?.len().saturating_sub(HEAD);
-    let About { process, since, epoch, ahead, at, scratch, saves } = about;
+    let About { process, since, epoch, ahead, at, scratch } = about;
     let (lost, epoch) = (reach(log).err(), epoch.number);
     let bytes = if lost.is_some() { 0 } else { kept + scratch };
-    (!is_gone(log)).then_some(Reader { process, since, epoch, ahead, at, lost, bytes, saves })
+    (!is_gone(log)).then_some(Reader { process, since, epoch, ahead, at, lost, bytes })
 }
 
 /// How far a log reaches, or why it is lost.

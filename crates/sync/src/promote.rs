@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use delta::Epoch;
 use extents::Bitmap;
 use lineage::Point;
-use replica::{GaveUp, Outlook, Promoted, Rehearsed, Replica, ReplicaError, Verdict};
+use replica::{GaveUp, Outlook, Promoted, Replica, ReplicaError, Verdict};
 use serde::Serialize;
 use source::Succession;
 use uuid::Uuid;
@@ -26,8 +26,6 @@ pub struct PromoteOptions {
     pub dry_run: bool,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
-    /// What was written to a rehearsal, which becomes its content: a file that `serve --save` has written.
-    pub with: Option<PathBuf>,
 }
 
 /// What a promotion did.
@@ -51,8 +49,6 @@ pub struct Promotion {
     pub moments_lost: usize,
     /// A later epoch that the old source is known to have had.
     pub lacks_epoch: Option<u64>,
-    /// What was written to a rehearsal of it is its content.
-    pub with: Option<PathBuf>,
     /// The old source has said that there was no more.
     pub released: bool,
     /// It is a former source, and this replica was told that it had ended.
@@ -101,10 +97,6 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
             return Err(already(path, about.term));
         }
     }
-    let rehearsed = options.with.as_deref().map(Rehearsed::open).transpose()?;
-    // A rehearsal is no common moment of a group.
-    let leave = rehearsed.is_some();
-    let opening = replica::Options { leave, ..opening };
     let marked = lineage.as_ref().and_then(|lineage| lineage.role.promoted);
     let opened = replica::to_promote_by(path, lineage, &opening, &|options| state.open(path, options));
     let mut replica = opened.map_err(|error| match (&error, marked) {
@@ -119,23 +111,16 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
         Some(Promoted { term: 0, .. }) => return Err(already(path, 0)),
         // It was allowed then.
         Some(_) => replica.outlook(true, None)?,
-        None => replica.outlook(options.force, None).map_err(|error| with_rehearsal(error, options))?,
+        None => replica.outlook(options.force, None)?,
     };
-    if let Some(rehearsed) = &rehearsed {
-        replica.fits_rehearsal(rehearsed)?;
-    }
     let mut promotion = told(&replica, &outlook);
-    promotion.with.clone_from(&options.with);
     promotion.dry_run = options.dry_run;
     promotion.completed = before.is_some();
     may_succeed(state, &replica, &promotion)?;
     if options.dry_run {
         return Ok(promotion);
     }
-    let mark = match rehearsed {
-        Some(rehearsed) => replica.promote_with(rehearsed)?,
-        None => replica.promote()?,
-    };
+    let mark = replica.promote()?;
     (promotion.term, promotion.bytes_ahead) = (mark.term, replica.status().unsure.bytes());
     // For those who have another state directory, as the service may that received it: before the source is there, so that it never has
     // two.
@@ -196,7 +181,6 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         bytes_ahead: status.unsure.bytes(),
         moments_lost: outlook.moments,
         lacks_epoch: outlook.later.map(|later| later.number),
-        with: None,
         released: outlook.released,
         told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
         former: recorded.role.demoted.is_some(),
@@ -208,17 +192,6 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         completed: false,
         dry_run: false,
         recovered: status.recovered.clone(),
-    }
-}
-
-/// A refusal names commands that promote the replica: without the rehearsal it could not take that any more.
-fn with_rehearsal(error: ReplicaError, options: &PromoteOptions) -> SyncError {
-    match (error, &options.with) {
-        (ReplicaError::Refused(why), Some(file)) => SyncError::Refused(format!(
-            "{why}. Give that command --with {} as well: a disk that was promoted without it cannot take it later",
-            file.display()
-        )),
-        (error, _) => error.into(),
     }
 }
 

@@ -375,7 +375,6 @@ fn a_lying_source_is_found_out() {
         fuzzy: false,
         batch: false,
         partial: false,
-        rehearsed: false,
         lives: lineage::Lives::default(),
     };
     let nonce = lineage_nonce(&replica);

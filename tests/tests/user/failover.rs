@@ -1704,168 +1704,18 @@ fn any_command_may_be_killed() {
     say(&format!("{rounds} changes of roles, {kills} commands killed, {} deltas saved", saved.len()));
 }
 
-/// Serves a moment of a host's replica as a rehearsal whose writes are saved, and writes random bytes to these blocks. Returns the file, and
-/// what the disk of the rehearsal held in the end.
-fn rehearse(
-    host: &Host,
-    moment: &str,
-    blocks: impl IntoIterator<Item = u64>,
-    random: &mut Random,
-) -> (PathBuf, Vec<u8>) {
-    let (file, at) = (host.new_file(), PathBuf::from(format!("{}@{moment}", host.disk.display())));
-    let server = host.site.serve(&[&at], &["--writable", "--save", file.to_str().expect("a path")]);
-    let mut client = server.client("vm");
-    for block in blocks {
-        client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
-    }
-    let parts = (0..client.size / MIB).map(|at| client.read(at * MIB, MIB as u32).expect("a read"));
-    let holds = parts.collect::<Vec<_>>().concat();
-    client.close().expect("the end");
-    let stopped = server.stop();
-    stopped.says(&["is saved in", "dsync promote", "--with"]);
-    (file, holds)
-}
-
-fn promote_with(host: &Host, file: &std::path::Path) -> Run {
-    host.run(&["promote", "--force", "--json", "--with", file.to_str().expect("a path")])
-}
-
-/// A rehearsal is thrown away, or becomes the source; then its record is exact.
+/// What a save that was killed has left is in the way of nobody.
 #[test]
-fn a_rehearsal_is_kept_and_its_failback_moves_what_either_side_wrote() {
-    let mut random = Random::new("a kept rehearsal");
-    let (near, far) = pair(64 * MIB, &mut random);
-    near.write([100], &mut random);
-    near.sync(&far, &[]).ok();
-    // One that did not go well.
-    let (aborted, _) = rehearse(&far, "now", 0..600, &mut random);
-    std::fs::remove_file(&aborted).expect("a file");
-    equal(&near, &far);
-    let theirs: BTreeSet<u64> = (0..700).map(|_| random.below(16384)).collect();
-    let (file, holds) = rehearse(&far, "now", theirs.iter().copied(), &mut random);
-    tells(&far.site.dsync(["inspect"]).arg(&file).ok(), &["complete", "a rehearsal"]);
-    // Neither the file nor the replica is what anybody else may take.
-    far.run(&["merge"])
-        .input(std::fs::read(&file).expect("a delta"))
-        .code(4)
-        .says(&["dsync promote", "--with"]);
-    far.run(&["promote", "--with", file.to_str().expect("a path")]).code(4).says(&["dsync demote SRC"]);
-    tells(&promote_with(&far, &file).args(["-n"]).ok(), &["\"dry_run\":true"]);
-    near.sync(&far, &[]).ok();
-    equal(&near, &far);
-    let promoted = summary(promote_with(&far, &file));
-    assert_eq!((number(&promoted, "term"), &promoted["completed"]), (2, &false.into()));
-    assert_eq!(number(&promoted, "bytes_ahead"), theirs.len() as u64 * BLOCK);
-    assert!(std::fs::read(&far.disk).expect("the disk") == holds, "it is not what the rehearsal held");
-    promote_with(&far, &file).code(4).says(&["is a source already"]);
-    let more: BTreeSet<u64> = (0..50).map(|_| random.below(16384)).collect();
-    far.write(more.iter().copied(), &mut random);
-    let ours: BTreeSet<u64> = (0..500).map(|_| random.below(16384)).collect();
-    near.write(ours.iter().copied(), &mut random);
-    near.sync(&far, &[]).code(4).says(&["have diverged"]);
-    near.run(&["demote", "--discard"]).ok();
-    let back = summary(far.sync(&near, &[]));
-    let union = ours.iter().chain(&theirs).chain(&more).collect::<BTreeSet<_>>().len() as u64;
-    assert_eq!((&back["method"], &back["trust"]), (&"tracked".into(), &"tracked".into()));
-    assert_eq!(number(&back, "blocks_changed"), union);
-    equal(&near, &far);
-}
-
-#[test]
-fn a_rehearsal_is_named_by_the_refusal_of_its_promotion() {
-    let mut random = Random::new("a rehearsal is promoted without force");
-    let (_near, far) = pair(8 * MIB, &mut random);
-    let (kept, _) = rehearse(&far, "now", [3], &mut random);
-    let named = format!("--with {} as well", kept.display());
-    far.run(&["promote", "--with", kept.to_str().expect("a path")])
-        .code(4)
-        .says(&["dsync promote --force", &named]);
-}
-
-/// Two servers that are to save in one file: one of them is refused. A file that comes there by other means is not replaced either.
-#[test]
-fn no_rehearsal_is_saved_over_another() {
-    let mut random = Random::new("two rehearsals");
-    let (_near, far) = pair(8 * MIB, &mut random);
-    let (file, at) = (far.new_file(), PathBuf::from(format!("{}@now", far.disk.display())));
-    let save = ["--writable", "--save", file.to_str().expect("a path")];
-    let server = far.site.serve(&[&at], &save);
-    let again = far.site.dsync(["serve", "--socket", "s"]).args(save).arg(&at).code(4);
-    again.says(&["another process is saving in", "another file"]);
-    let mut client = server.client("vm");
-    client.write(5 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
-    client.close().expect("the end");
-    std::fs::write(&file, b"of somebody else").expect("a file");
-    let other = format!("{}.1", file.display());
-    server.stop().says(&["was made by another program", &format!("is saved in {other} ")]);
-    assert!(std::fs::read(&file).expect("a file") == b"of somebody else");
-    promote_with(&far, Path::new(&other)).ok();
-    // What was killed is in the way of nobody.
+fn a_save_begins_anew_what_a_killed_one_has_left() {
+    let mut random = Random::new("a killed save");
     let (near, far) = pair(8 * MIB, &mut random);
     let file = far.new_file();
-    std::fs::write(format!("{}.partial", file.display()), b"a part").expect("a file");
+    let partial = PathBuf::from(format!("{}.partial", file.display()));
+    std::fs::write(&partial, b"a part").expect("a file");
     near.write([1], &mut random);
     far.run(&["promote", "--force"]).ok();
     near.run(&["demote", "--save", file.to_str().expect("a path")]).ok();
-    assert!(!Path::new(&format!("{}.partial", file.display())).exists());
-}
-
-/// What was rehearsed belongs to one moment: a replica that has moved on is brought back there first, or it is refused.
-#[test]
-fn a_rehearsal_of_an_earlier_moment_is_kept_after_a_rewind() {
-    let mut random = Random::new("a rehearsal of an earlier moment");
-    let (near, far) = pair(16 * MIB, &mut random);
-    near.write([100], &mut random);
-    let epoch = number(&summary(near.sync(&far, &["--keep-last", "5"])), "epoch");
-    let (file, holds) = rehearse(&far, "now", 0..20, &mut random);
-    let again = far.site.dsync(["serve", "--writable", "--socket", "s", "--save"]).arg(&file);
-    again.arg(format!("{}@now", far.disk.display())).code(4).says(&["exists", "--save"]);
-    near.write(100..130, &mut random);
-    near.sync(&far, &[]).ok();
-    let way = format!("--to {epoch}");
-    promote_with(&far, &file).code(4).says(&["has moved on", "dsync rewind", &way, "gives up"]);
-    equal(&near, &far);
-    far.run(&["rewind", "--to", &epoch.to_string()]).ok();
-    promote_with(&far, &file).ok();
-    assert!(std::fs::read(&far.disk).expect("the disk") == holds, "it is not what the rehearsal held");
-    // Without that moment there is no way.
-    let (near, far) = pair(16 * MIB, &mut random);
-    let (file, _) = rehearse(&far, "now", 0..20, &mut random);
-    near.write(100..130, &mut random);
-    near.sync(&far, &[]).ok();
-    promote_with(&far, &file).code(4).says(&["has moved on", "is not kept"]);
-    let none = far.new_file();
-    std::fs::write(&none, b"no delta").expect("a file");
-    promote_with(&far, &none).code(4).says(&["does not hold what was written to a rehearsal"]);
-}
-
-/// Whenever it is killed, the disk is the replica that it was, or the source with all that was rehearsed.
-#[test]
-fn keeping_a_rehearsal_survives_its_death() {
-    let mut random = Random::new("keeping is killed");
-    let mut ends = [0; 2];
-    for round in 0..rounds(4, 120) {
-        let (near, far) = pair(16 * MIB, &mut random);
-        let (file, holds) = rehearse(&far, "now", (0..300).map(|n| n * 11), &mut random);
-        let mut promotion = promote_with(&far, &file).start();
-        std::thread::sleep(Duration::from_micros(random.below(60_000)));
-        promotion.kill();
-        let recovered = far.run(&["recover"]).output();
-        let holds_now = std::fs::read(&far.disk).expect("the disk");
-        let replica = holds_now == std::fs::read(&near.disk).expect("the disk");
-        assert!(replica || holds_now == holds, "round {round}: it is neither");
-        assert_eq!(replica, recovered.status.success(), "round {round}: {recovered}");
-        ends[usize::from(replica)] += 1;
-        let again = promote_with(&far, &file).output();
-        // It may have been done already.
-        assert!(matches!(again.status.code(), Some(0 | 4)), "round {round}: {again}");
-        assert!(std::fs::read(&far.disk).expect("the disk") == holds, "round {round}");
-        far.write([5], &mut random);
-        near.run(&["demote", "--discard"]).ok();
-        assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked", "round {round}");
-        equal(&near, &far);
-    }
-    println!("{} were promoted, {} were as before", ends[0], ends[1]);
+    assert!(!partial.exists());
 }
 
 /// On the worst day nobody types from memory what a job has: the source, the replica, and how that is reached.

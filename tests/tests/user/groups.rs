@@ -1168,7 +1168,7 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     let shown = there.dir.join("data.raw@now");
     let looked_at = there.far.site.serve(&[&shown], &["--writable"]);
     let planned = far(&["promote", "-n", "--force", "--group", &dir]).ok();
-    planned.says(&["shows epoch", "data.raw to its clients", "--with FILE"]);
+    planned.says(&["shows epoch", "data.raw to its clients"]);
     shows(&planned, &["would go on from common epoch"]);
     looked_at.stop();
     let promoted = far(&["promote", "--force", "--group", &dir]).ok();

@@ -316,9 +316,8 @@ fn who_reads_loses_and_who_commits_does_not() {
     assert!(!scene.site.dsync(["status"]).arg(&scene.replica).ok().text().contains("process"));
     // So does a promotion.
     let mut server = rehearse(&scene, "now", &[]);
-    // Named before, as what its clients have written cannot be kept afterwards.
     for words in [&["promote", "--force", "-n"][..], &["promote", "--force"]] {
-        scene.site.dsync(words).arg(&scene.replica).ok().says(&["shows epoch", "I/O errors", "--with FILE"]);
+        scene.site.dsync(words).arg(&scene.replica).ok().says(&["shows epoch", "I/O errors"]);
     }
     waits_to_warn(&mut server, "the replica was promoted");
     refused(&scene, "now", &["promoted"]);
@@ -446,24 +445,17 @@ fn where_space_is_short_the_reader_loses() {
     waits_to_warn(&mut server, "there was no room in");
 }
 
-/// A small file system with a replica and a rehearsal that is to be kept.
-fn kept_on_a_small_one(name: &str, room: &str, what: &str) -> Option<(Scene, Mount, Server, PathBuf)> {
-    let (mut scene, mounted) = Scene::with_small_replica(name, 8 * MIB, room, what)?;
-    scene.fill();
-    scene.sync(&[]).ok();
-    let file = scene.replica.with_file_name("try.delta");
-    let server = rehearse(&scene, "now", &["--writable", "--save", file.to_str().expect("a path")]);
-    Some((scene, mounted, server, file))
-}
-
 /// A sync that cannot find room costs no rehearsal, whose reader would have lost for nothing.
 #[test]
 fn a_sync_without_room_costs_no_rehearsal() {
     let what = "a rehearsal beside a sync that finds no room";
-    let Some((mut scene, _mounted, server, file)) = kept_on_a_small_one("no room for a sync", "15m", what)
+    let Some((mut scene, _mounted)) = Scene::with_small_replica("no room for a sync", 8 * MIB, "15m", what)
     else {
         return;
     };
+    scene.fill();
+    scene.sync(&[]).ok();
+    let server = rehearse(&scene, "now", &["--writable"]);
     let mut client = server.client("vm");
     let written = scene.random.bytes(MIB as usize);
     client.write(2 * MIB, &written).expect("a write");
@@ -472,132 +464,4 @@ fn a_sync_without_room_costs_no_rehearsal() {
     scene.sync(&[]).code(1).says(&["no space left", "the replica is unchanged"]);
     assert!(client.read(2 * MIB, MIB as u32).expect("what was written") == written);
     assert!(client.read(0, MIB as u32).expect("what was there") == before[..MIB as usize]);
-    client.close().expect("the end");
-    server.stop().says(&["is saved in", "--with"]);
-    scene.site.dsync(["promote", "--force", "--with"]).arg(&file).arg(&scene.replica).ok();
-    let now = std::fs::read(&scene.replica).expect("the disk");
-    assert!(
-        now[2 * MIB as usize..3 * MIB as usize] == written && now[..MIB as usize] == before[..MIB as usize]
-    );
-}
-
-/// A reader that loses its moment while it rehearses: what was written until then is saved at once, and is said at the end again.
-#[test]
-fn what_was_written_is_saved_where_the_moment_is_lost() {
-    let mut scene = Scene::new("lost and saved", 8 * MIB);
-    scene.sync(&[]).ok();
-    let file = scene.site.path("try.delta");
-    let mut server = rehearse(&scene, "now", &["--writable", "--save", file.to_str().expect("a path")]);
-    let mut client = server.client("vm");
-    // Also a part of a block.
-    let written = scene.random.bytes(5000);
-    client.write(MIB + 100, &written).expect("a write");
-    let before = std::fs::read(&scene.replica).expect("the replica");
-    // Whatever the reason: the log that was kept for it is gone.
-    for name in state_of(&scene).iter().filter(|name| name.starts_with("view-")) {
-        let log = scene.replica.with_file_name(".vm.raw.dsync").join(name);
-        std::fs::remove_file(log).expect("a log");
-    }
-    waits_to_warn(&mut server, "is saved in");
-    assert!(client.read(0, BLOCK as u32).is_err() && client.write(0, &[7; 4096]).is_err());
-    drop(client);
-    server.process().signal(Signal::TERM);
-    waits_to_warn(&mut server, "could not be served to the end");
-    drop(server);
-    assert_eq!(
-        std::os::unix::fs::PermissionsExt::mode(&file.metadata().expect("a file").permissions()) & 0o777,
-        0o600
-    );
-    scene.site.dsync(["promote", "--force", "--with"]).arg(&file).arg(&scene.replica).ok();
-    let mut expected = before;
-    expected[MIB as usize + 100..][..5000].copy_from_slice(&written);
-    assert!(std::fs::read(&scene.replica).expect("the disk") == expected);
-}
-
-/// A replica is not promoted while what is written to its rehearsal is to be saved; where the promotion began before, the last words say so.
-#[test]
-fn a_rehearsal_that_is_saved_is_not_lost_to_a_promotion() {
-    let mut scene = Scene::new("saved and promoted", 8 * MIB);
-    scene.sync(&[]).ok();
-    let file = scene.site.path("try.delta");
-    let server = rehearse(&scene, "now", &["--writable", "--save", file.to_str().expect("a path")]);
-    let mut client = server.client("vm");
-    let written = scene.random.bytes(MIB as usize);
-    client.write(2 * MIB, &written).expect("a write");
-    let promote =
-        |options: &[&str]| scene.site.dsync(["promote", "--force"]).args(options).arg(&scene.replica);
-    promote(&["-n"]).ok();
-    promote(&[]).code(4).says(&["saves what is written to it", "Stop that server first", "--with FILE"]);
-    let with = ["--with", file.to_str().expect("a path")];
-    promote(&with).code(4).says(&["is not there yet", "Stop that server first"]);
-    assert!(client.read(2 * MIB, MIB as u32).expect("what was written") == written);
-    client.close().expect("the end");
-    server.stop().says(&["is saved in", "--with"]);
-    promote(&with).ok();
-    assert!(std::fs::read(&scene.replica).expect("the disk")[2 * MIB as usize..][..MIB as usize] == written);
-}
-
-/// There is no room any more when the server stops: it waits until there is some.
-#[test]
-fn what_was_written_is_saved_once_there_is_room() {
-    let what = "a rehearsal that is saved on a full file system";
-    let Some((mut scene, _mounted, server, file)) = kept_on_a_small_one("saved later", "40m", what) else {
-        return;
-    };
-    let mut client = server.client("vm");
-    let written = scene.random.bytes(MIB as usize);
-    client.write(2 * MIB, &written).expect("a write");
-    client.close().expect("the end");
-    // What is reserved for it stays: nobody else can have it.
-    let other = scene.replica.with_file_name("other");
-    let filled = std::fs::File::create(&other).expect("a file");
-    let mut at = 0;
-    while std::os::unix::fs::FileExt::write_all_at(&filled, &[1; 4096], at).is_ok() {
-        at += 4096;
-    }
-    server.stop().says(&["is saved in"]);
-    assert!(file.exists());
-    std::fs::remove_file(&file).expect("a file");
-    // Another one, of which the reservation is taken away.
-    let again = file.with_file_name("again.delta");
-    let aside = scene.site.path("");
-    let (aside, save) = (aside.to_str().expect("a path"), again.to_str().expect("a path"));
-    let server = rehearse(&scene, "now", &["--writable", "--overlay", aside, "--save", save]);
-    let mut client = server.client("vm");
-    client.write(2 * MIB, &written[..4096]).expect("a write");
-    client.close().expect("the end");
-    let partial = again.with_file_name("again.delta.partial");
-    std::fs::File::options().write(true).open(&partial).expect("a file").set_len(0).expect("its end");
-    while std::os::unix::fs::FileExt::write_all_at(&filled, &[1; 4096], at).is_ok() {
-        at += 4096;
-    }
-    let mut server = server;
-    server.process().signal(Signal::TERM);
-    waits_to_warn(&mut server, "It is tried again until there is room");
-    std::fs::remove_file(&other).expect("a file");
-    drop(filled);
-    waits_to_warn(&mut server, "is saved in");
-    assert!(again.exists());
-}
-
-/// Who rehearses beneath a mirror is told at the start that this moment is not kept.
-#[test]
-fn a_rehearsal_beneath_a_mirror_is_warned_of() {
-    let mut scene = Scene::synced("rehearsed beneath a mirror", 8 * MIB);
-    let run = scene.site.dsync(["mirror", "--json", "--epoch", "1h"]);
-    let mut mirror = run.arg(&scene.image).arg(&scene.replica).start();
-    mirror.wait_to_say(MIRRORING);
-    scene.change(3);
-    let file = scene.site.path("try.delta");
-    let until = Instant::now() + Duration::from_secs(60);
-    loop {
-        let mut server = rehearse(&scene, "now", &["--writable", "--save", file.to_str().expect("a path")]);
-        if server.process().stderr_so_far().contains("stop the mirror first") {
-            break;
-        }
-        assert!(Instant::now() < until, "nothing was said");
-        drop(server);
-        let _ = std::fs::remove_file(&file);
-    }
-    stop(mirror);
 }

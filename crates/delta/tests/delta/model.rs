@@ -24,7 +24,6 @@ pub(crate) fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header
         fuzzy: false,
         batch: false,
         partial: false,
-        rehearsed: false,
         lives: lineage::Lives::default(),
     }
 }

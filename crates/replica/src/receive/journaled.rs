@@ -106,7 +106,7 @@ impl Replica {
             0 => self.touched_by(),
             _ => self.touched_of(ARRIVING, &before)?,
         };
-        let touched = touched.filter(|_| self.keeps_what_is_replaced(header) && !header.rehearsed);
+        let touched = touched.filter(|_| self.keeps_what_is_replaced(header));
         let unread = before.unread.clone();
         let (bytes, frames_end) = (before.bytes, before.frames_end);
         let mut sink = ToJournal { file, bytes, frames_end, unread, before, holes, touched, gave, rolling };

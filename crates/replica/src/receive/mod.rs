@@ -76,9 +76,6 @@ impl Replica {
             Ok(_) => return Err(wrong("it does not begin with its header".into())),
             Err(e) => return Err(wrong(e.to_string())),
         };
-        if header.rehearsed && !self.promotes() {
-            return Err(self.rehearsed());
-        }
         let toward = Toward::of(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
         if header.method == Method::Rolling && header.resumes.is_some() {
             return Err(wrong("a rolling delta cannot continue another one".into()));
@@ -138,7 +135,7 @@ impl Replica {
     /// Refuses a delta from a file where batches of a mirror have brought the replica ahead, and it is of a branch that does not have them, even
     /// if it names their blocks: this replica may be the only one that does.
     fn refuse_ahead(&self, header: &Header, seeds: bool) -> Result<()> {
-        let own = self.options().term != 0 || self.rewinds() || self.promotes();
+        let own = self.options().term != 0 || self.rewinds();
         let has_all = header.lives.leads_over(&self.lineage().role.lives);
         if own || seeds || header.binds.is_some() || header.batch || has_all || !self.lineage().is_ahead() {
             return Ok(());
@@ -169,7 +166,7 @@ impl Replica {
 
     /// Remembers the source's term before anything of it is taken. A delta in a file does not tell.
     fn hear_term(&mut self) -> Result<()> {
-        if self.rewinds() || self.promotes() {
+        if self.rewinds() {
             return Ok(());
         }
         let term = self.options().term;
@@ -211,15 +208,6 @@ impl Replica {
         ReplicaError::Refused(format!(
             "the past of {} is kept, and a commit in place overwrites it as the delta comes: pass --commit journal, or \
              --keep none, which drops the moments kept so far",
-            self.path().display()
-        ))
-    }
-
-    /// The error of a delta that no sync and no merge takes.
-    pub(crate) fn rehearsed(&self) -> ReplicaError {
-        ReplicaError::Refused(format!(
-            "what was written to a rehearsal is no moment of the source of {0}: \"dsync promote {0} --with FILE\" makes the replica the \
-             source with it",
             self.path().display()
         ))
     }
@@ -403,11 +391,6 @@ impl DeltaReceiver<'_> {
             _ => return Err(replica.given_up()),
         }
         Ok(self.toward.epoch)
-    }
-
-    /// True if its trailer was taken.
-    pub(crate) fn is_whole(&self) -> bool {
-        self.decoder.is_complete()
     }
 
     /// Fails if a unit was not taken, or has not come.

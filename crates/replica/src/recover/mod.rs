@@ -319,8 +319,6 @@ impl Replica {
             Some(contents) if contents.segments.is_empty() || !self.fits_journal(contents) => {
                 Arriving::Useless
             }
-            // Nothing of it is any moment of the source, and its user has not been told that it was taken.
-            Some(contents) if contents.segments.iter().any(|s| s.header.rehearsed) => Arriving::Useless,
             Some(contents) if !contents.whole => Arriving::Part,
             Some(contents) if contents.stream().is_some_and(|stream| self.has(stream)) => Arriving::Useless,
             // The group has not committed it, and nobody else will.

@@ -10,7 +10,6 @@ mod past;
 mod promoted;
 mod readers;
 mod real;
-mod rehearsed;
 mod rolling;
 mod times;
 mod unread;
