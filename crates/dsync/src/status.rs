@@ -5,7 +5,8 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use extents::Bitmap;
 use replica::State;
-use serde::Serialize;
+use serde::ser::Error as _;
+use serde::{Serialize, Serializer};
 use source::{
     About, Bookmark, Bookmarks, Client, History, LastFailure, LastVerify, Position, StateDir, Status, Tally,
     Work,
@@ -46,6 +47,7 @@ pub(crate) struct SourceStatus {
     /// Nobody has asked to record what is written to it: an image that is compared now and then.
     #[serde(skip)]
     pub is_untracked: bool,
+    #[serde(serialize_with = "in_words")]
     pub served: Option<Status>,
     pub replicas: Vec<Lacking>,
     /// Replicas of which no copy was ever complete.
@@ -54,6 +56,15 @@ pub(crate) struct SourceStatus {
     checkpoints: Vec<Listed>,
     /// The group that it is in.
     pub group: Option<Group>,
+}
+
+/// What a server says of itself, with why changes are not known in words.
+fn in_words<S: Serializer>(served: &Option<Status>, to: S) -> Result<S::Ok, S::Error> {
+    let mut value = serde_json::to_value(served).map_err(S::Error::custom)?;
+    if let Some(why) = served.as_ref().and_then(|served| served.lost.as_ref()) {
+        value["lost"] = why.to_string().into();
+    }
+    value.serialize(to)
 }
 
 /// A replica in its source's bookmarks.
@@ -206,7 +217,9 @@ impl SourceStatus {
         let blocks = || Bitmap::new(tracked.div_ceil(u64::from(block_size)));
         let written = blocks();
         let lost = match history.last() {
-            Some(_) if size.is_some() || served.is_some() => source::lost(place, &about, &history)?,
+            Some(_) if size.is_some() || served.is_some() => {
+                source::lost(place, &about, &history)?.map(|why| why.to_string())
+            }
             _ => None,
         };
         let unknown = source::written_since(place, &about, &history, &written)?;
@@ -217,7 +230,7 @@ impl SourceStatus {
             lacking.union_with(&written);
             let (blocks, why, compared) = match (known, &unknown) {
                 (Err(error), _) => (None, Some(error.to_string()), true),
-                (Ok(_), Some(why)) => (None, Some(why.clone()), false),
+                (Ok(_), Some(why)) => (None, Some(why.to_string()), false),
                 (Ok(_), None) => (Some(lacking.count()), None, false),
             };
             let Bookmark { epoch, time, unread, .. } = bookmark;

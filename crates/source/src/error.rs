@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::Gap;
+
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
@@ -52,7 +54,7 @@ pub enum SourceError {
         /// The replica's epoch.
         since: u64,
         /// The reason.
-        why: String,
+        why: Gap,
     },
     /// The source changed during a read, although it is not served.
     #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync serve\" for an image, \"dsync track add\" for a disk), and run again", .0.display())]

@@ -421,7 +421,7 @@ pub(crate) type Written = (Bitmap, Vec<Epoch>);
 pub(crate) fn written(handle: &Handle, epoch: &Epoch) -> Result<Result<Written, String>, SyncError> {
     match handle.written_after(epoch) {
         Ok(written) => Ok(Ok(written)),
-        Err(SourceError::Lost { why, .. }) => Ok(Err(why)),
+        Err(SourceError::Lost { why, .. }) => Ok(Err(why.to_string())),
         Err(other) => Err(other.into()),
     }
 }

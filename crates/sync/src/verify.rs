@@ -594,7 +594,7 @@ fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<P
 fn known(handle: &Handle, position: &[Position], status: &Status) -> Result<Option<String>, SyncError> {
     match handle.reaches(position) {
         Ok(()) => Ok(None),
-        Err(SourceError::Lost { why, .. }) => Ok(Some(why)),
+        Err(SourceError::Lost { why, .. }) => Ok(Some(why.to_string())),
         Err(SourceError::Foreign(why)) => Err(SyncError::Refused(format!(
             "replica {} does not fit source {}: {why}",
             status.path.display(),
