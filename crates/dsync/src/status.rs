@@ -624,12 +624,12 @@ fn replica(
         && !absolute.exists()
         && replica::inspect(&absolute, &options).map_or(true, |l| l.is_none())
     {
-        let replica = no_replica(&absolute, state)?;
         let name = path.display().to_string();
-        let replica = if name.contains('/') || !replica.starts_with("no ") {
-            replica
-        } else {
-            format!("no source is called \"{name}\", and there is {replica}")
+        let replica = match missing_replica(&absolute, state)? {
+            None if !name.contains('/') => {
+                format!("no source is called \"{name}\", and there is {}", no_replica(&absolute, state)?)
+            }
+            _ => no_replica(&absolute, state)?,
         };
         bail!(source::SourceError::Unknown(format!(
             "{replica} (\"dsync status\" lists sources and replicas)"
@@ -736,6 +736,13 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
 
 /// The message for a path without a replica, with what is known of a former one.
 pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
+    let unknown =
+        || format!("no replica at {}: check the path, and that its file system is mounted", path.display());
+    Ok(missing_replica(path, state)?.unwrap_or_else(unknown))
+}
+
+/// The same of a replica that is known, and not there.
+fn missing_replica(path: &Path, state: &StateDir) -> Result<Option<String>> {
     let name = path.display().to_string();
     let listed = local::path_of(&name)?;
     let known = sync::known_replicas(state).all().context("cannot read the list of replicas")?;
@@ -743,7 +750,7 @@ pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     for (place, about) in state.survey()?.sources {
         let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
         if let Some((_, bookmark)) = bookmarks.named(&name) {
-            return Ok(format!(
+            return Ok(Some(format!(
                 "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {2}. If its file system is not \
                  mounted or its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create {2} {name}\" \
                  begins a new replica there, and \"dsync forget {2} {name}\"{3} forgets it",
@@ -751,15 +758,15 @@ pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
                 bookmark.epoch.number,
                 about.path.display(),
                 if known.is_some() { format!(" with \"dsync forget {name}\"") } else { String::new() }
-            ));
+            )));
         }
     }
     if let Some(LocalReplica { epoch, source, problem: Some(problem), .. }) = known.map(LocalReplica::of) {
         let of = source.map_or(String::new(), |source| format!(" of source {source}"));
         let at = epoch.map_or(String::new(), |epoch| format!(", last at epoch {epoch}{of},"));
-        return Ok(format!("the replica at {name}{at} {problem}"));
+        return Ok(Some(format!("the replica at {name}{at} {problem}")));
     }
-    Ok(format!("no replica at {name}: check the path, and that its file system is mounted"))
+    Ok(None)
 }
 
 /// Prints the lineage of a replica that is in use, or was promoted.

@@ -8,10 +8,11 @@ use crate::error::{INTERRUPTED, ReplicaError, Result, SAFE, disk_error, io_error
 use crate::journal::{self, Contents, WHOLE};
 use crate::last_writes::{LastWrites, WrittenLast};
 use crate::lineage::{Stamp, StepKind, Toward, Unsure, overlay};
-use crate::note::WRITTEN;
+use crate::note::Foreign;
 use crate::replica::Replica;
 use crate::trail::{Footprint, Noting};
 use crate::unsure::Marking;
+use crate::views::Loss;
 
 impl Replica {
     /// True if the last commit was this very delta's: merging it again would change nothing, and the lineage would not say that it
@@ -50,7 +51,7 @@ impl Replica {
         self.begin_commit()?;
         match toward.rehearsed {
             // What its clients write next is kept for nobody.
-            true => self.lose_readers("the replica was promoted")?,
+            true => self.lose_readers(Loss::Promoted)?,
             false => self.keep_for_readers(|replica| replica.replaced_by(WHOLE, deltas))?,
         }
         let keeping = self.work(true)?;
@@ -159,7 +160,7 @@ impl Replica {
         if copy.is_some_and(|copy| (copy.size, copy.written) != (stamp.size, stamp.written)) {
             // Without the note, the next process doubts it as well.
             self.forget_note()?;
-            return Err(self.touched(WRITTEN));
+            return Err(self.touched(Foreign::Written));
         }
         let unsure = self.lineage().unsure().clone();
         self.moved_to(toward, stamp, unsure)

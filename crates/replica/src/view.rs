@@ -31,7 +31,7 @@ use crate::past::{self, Past};
 use crate::present::{Shown, Watched, share};
 use crate::replica::Replica;
 use crate::role::now;
-use crate::views::{self, About, Claim, HEAD, NAME, PROMOTED, Reader, let_go, reach};
+use crate::views::{self, About, Claim, HEAD, Loss, NAME, Reader, let_go, reach};
 
 /// How long a commit under way is waited for.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -282,6 +282,10 @@ impl View {
 
     /// Why it can be read no more; `None` while it can.
     pub fn lost(&self) -> Option<String> {
+        self.loss().map(|why| why.to_string())
+    }
+
+    fn loss(&self) -> Option<Loss> {
         if self.fixed.as_ref().is_some_and(|(watched, sequence)| !watched.is_at(*sequence)) {
             return Some("its file system was mounted for writing, and written to".into());
         }
@@ -294,7 +298,7 @@ impl View {
 
     /// The log, with all that was kept before what was read last could be overwritten.
     fn kept(&self) -> io::Result<RwLockReadGuard<'_, Index>> {
-        let end = reach(&self.log.file).map_err(|why| self.lost_error(&why))?;
+        let end = reach(&self.log.file).map_err(|why| self.lost_error(&why.to_string()))?;
         if self.log.taken.load(SeqCst) < end {
             self.log.take(end).map_err(|e| self.lost_error(&format!("its log is damaged: {e}")))?;
         }
@@ -312,7 +316,7 @@ impl View {
 
     /// True if it was lost to a promotion.
     pub fn is_promoted(&self) -> bool {
-        self.lost().is_some_and(|why| why == PROMOTED)
+        self.loss() == Some(Loss::Promoted)
     }
 
     /// Lets go of all that it holds, once it is lost: the destination's file, which may have been replaced, and undo deltas, which may have

@@ -11,7 +11,7 @@ use crate::past;
 use crate::present::{Held, Shown};
 use crate::replica::Replica;
 use crate::undo::Touched;
-use crate::views;
+use crate::views::{self, Loss};
 
 impl Replica {
     /// Looks for readers, before what a crash left is completed.
@@ -106,7 +106,7 @@ impl Replica {
         let folder = self.shared_state();
         let inode = match self.inode() {
             Ok(inode) => inode,
-            Err(why) => return self.lose_readers(&format!("its file could not be looked at: {why}")),
+            Err(why) => return self.lose_readers(format!("its file could not be looked at: {why}").into()),
         };
         self.views_mut().refresh(&*folder, inode);
         if self.views().is_empty() {
@@ -129,9 +129,9 @@ impl Replica {
     }
 
     /// Whoever reads loses: what comes next is not kept for them.
-    pub(crate) fn lose_readers(&mut self, why: &str) -> Result<()> {
+    pub(crate) fn lose_readers(&mut self, why: Loss) -> Result<()> {
         let folder = self.shared_state();
-        let lost = self.views_mut().lose(&*folder, why);
+        let lost = self.views_mut().lose(&*folder, &why);
         lost.map_err(io_error("write to", folder.path()))
     }
 

@@ -10,6 +10,7 @@
 //! overwritten that was not kept, or the log has no name any more, which says the same. The logs give way first where space is
 //! short: a commit that needs it waits until the readers have let go of what they held.
 
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -33,7 +34,7 @@ use crate::saving::Saving;
 pub(crate) const NAME: &str = "view-";
 /// Bytes of a log's head: how far it reaches, why it was lost, and the claim of its reader.
 pub(crate) const HEAD: u64 = 4096;
-/// Where the head says that it is lost, and why, and where the claim is. How far it reaches is written elsewhere than that it is lost:
+/// Where the head says that it is lost, and to what, why in words, and where the claim is. How far it reaches is written elsewhere than that it is lost:
 /// the one never takes the other back.
 const LOST: u64 = 8;
 const WHY: u64 = 16;
@@ -49,8 +50,40 @@ const POLL_EVERY: Duration = Duration::from_millis(5);
 /// How often it is looked whether readers live.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Why readers lose at a promotion.
-pub(crate) const PROMOTED: &str = "the replica was promoted";
+/// What fills a head's place for that where the words tell why.
+const IN_WORDS: [u8; 8] = [1; 8];
+/// The same of a promotion.
+const TO_PROMOTION: [u8; 8] = [2; 8];
+
+/// Why a reader can read no more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Loss {
+    /// The replica was promoted. What was written to a rehearsal may be what it was promoted with.
+    Promoted,
+    /// Any other reason, in words.
+    Told(String),
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Loss::Promoted => f.write_str("the replica was promoted"),
+            Loss::Told(why) => f.write_str(why),
+        }
+    }
+}
+
+impl From<String> for Loss {
+    fn from(why: String) -> Loss {
+        Loss::Told(why)
+    }
+}
+
+impl From<&str> for Loss {
+    fn from(why: &str) -> Loss {
+        Loss::Told(why.into())
+    }
+}
 
 /// Puts a text between two places of a head, with its length, and a hash that shows whether it is whole.
 fn put(head: &mut Vec<u8>, text: &[u8], (from, to): (u64, u64)) -> io::Result<()> {
@@ -175,13 +208,13 @@ fn reader(log: &File) -> Option<Reader> {
     let about: About = serde_json::from_slice(text_at(&head, ABOUT)?).ok()?;
     let kept = log.metadata().ok()?.len().saturating_sub(HEAD);
     let About { process, since, epoch, ahead, at, scratch, saves } = about;
-    let (lost, epoch) = (reach(log).err(), epoch.number);
+    let (lost, epoch) = (reach(log).err().map(|why| why.to_string()), epoch.number);
     let bytes = if lost.is_some() { 0 } else { kept + scratch };
     (!is_gone(log)).then_some(Reader { process, since, epoch, ahead, at, lost, bytes, saves })
 }
 
 /// How far a log reaches, or why it is lost.
-pub(crate) fn reach(file: &File) -> Result<u64, String> {
+pub(crate) fn reach(file: &File) -> Result<u64, Loss> {
     // G: after the destination was read.
     fence(SeqCst);
     let mut bytes = [0; WHY as usize];
@@ -194,10 +227,14 @@ pub(crate) fn reach(file: &File) -> Result<u64, String> {
     if lost.iter().all(|byte| *byte == 0) && !removed {
         return Ok(end.iter().rev().fold(0, |end, byte| end << 8 | u64::from(*byte)));
     }
+    if lost == TO_PROMOTION {
+        return Err(Loss::Promoted);
+    }
     let mut why = vec![0; (LET_GO - WHY) as usize];
     let read = file.read_exact_at(&mut why, WHY);
     let why = String::from_utf8_lossy(&why).trim_end_matches('\0').to_owned();
-    Err(if read.is_err() || why.is_empty() { "what commits replaced could not be kept".into() } else { why })
+    let told = read.is_ok() && !why.is_empty();
+    Err(if told { why.into() } else { "what commits replaced could not be kept".into() })
 }
 
 /// Says that the reader of a log, who has lost, holds nothing any more.
@@ -274,7 +311,7 @@ impl Views {
                 Ok(Some(log)) => self.logs.push(log),
                 Ok(None) => {}
                 Err(error) => {
-                    lose(folder, &name, &format!("it could not be read: {error}"))?;
+                    lose(folder, &name, &format!("it could not be read: {error}").into())?;
                 }
             }
         }
@@ -324,7 +361,7 @@ impl Views {
     }
 
     /// All readers lose.
-    pub(crate) fn lose(&mut self, folder: &dyn Folder, why: &str) -> io::Result<()> {
+    pub(crate) fn lose(&mut self, folder: &dyn Folder, why: &Loss) -> io::Result<()> {
         lose_all(folder, why)?;
         self.logs.clear();
         Ok(())
@@ -368,7 +405,7 @@ impl ViewLog {
     }
 
     /// Keeps what of these ranges it does not hold. Fails with the reason why it is lost.
-    fn keep(&mut self, folder: &dyn Folder, replaced: &[Range<u64>], from: Uuid) -> Result<(), String> {
+    fn keep(&mut self, folder: &dyn Folder, replaced: &[Range<u64>], from: Uuid) -> Result<(), Loss> {
         // It has given way, in another thread.
         reach(&self.probe)?;
         let size = self.shown.size;
@@ -385,15 +422,15 @@ impl ViewLog {
         }
         let failed = |error: io::Error| match crate::error::is_full(&error) {
             true => no_room(folder),
-            false => format!("what was to be replaced could not be kept: {error}"),
+            false => format!("what was to be replaced could not be kept: {error}").into(),
         };
         self.saving.append(missing, from, self.shown.state).map_err(failed)?;
         self.saving.file.write_at(0, &self.saving.end.to_le_bytes()).map_err(failed)
     }
 }
 
-fn no_room(folder: &dyn Folder) -> String {
-    format!("there was no room in {} to keep what commits replaced", folder.path().display())
+fn no_room(folder: &dyn Folder) -> Loss {
+    format!("there was no room in {} to keep what commits replaced", folder.path().display()).into()
 }
 
 /// True if nobody holds the lock on a log.
@@ -409,7 +446,7 @@ fn is_gone(probe: &File) -> bool {
 ///
 /// # Errors
 /// If nothing tells the reader.
-fn lose(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
+fn lose(folder: &dyn Folder, name: &str, why: &Loss) -> io::Result<bool> {
     let told = match say_lost(folder, name, why) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(_) => match folder.remove(name) {
@@ -425,7 +462,7 @@ fn lose(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
 }
 
 /// Says in a log's head that it is lost. It stays for as long as its reader, so that others see why.
-fn say_lost(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
+fn say_lost(folder: &dyn Folder, name: &str, why: &Loss) -> io::Result<bool> {
     let file = folder.open(name, false)?;
     if file.len()? < HEAD {
         // Its reader is about to write the head over what is said there.
@@ -436,16 +473,20 @@ fn say_lost(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
     if said != [0; (WHY - LOST) as usize] {
         return Ok(false);
     }
-    let mut text = why.as_bytes().to_vec();
+    let (to, words) = match why {
+        Loss::Promoted => (TO_PROMOTION, ""),
+        Loss::Told(why) => (IN_WORDS, &why[..]),
+    };
+    let mut text = words.as_bytes().to_vec();
     text.resize((LET_GO - WHY) as usize, 0);
     file.write_at(WHY, &text)?;
-    file.write_at(LOST, &[1; (WHY - LOST) as usize])?;
+    file.write_at(LOST, &to)?;
     file.set_len(HEAD)?;
     Ok(true)
 }
 
 /// Ends all logs of a folder. Returns whether there was one that was not lost already.
-pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
+pub(crate) fn lose_all(folder: &dyn Folder, why: &Loss) -> io::Result<bool> {
     let mut told = Ok(false);
     for name in names(folder)? {
         let lost = lose(folder, &name, why);

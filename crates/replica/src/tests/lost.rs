@@ -15,7 +15,7 @@ use uuid::Uuid;
 use super::crash::{on, replica_at};
 use super::world::*;
 use crate::journal::{self, WHOLE};
-use crate::views::give_way;
+use crate::views::{Loss, give_way};
 use crate::{Commit, Keep, Options, Replica, ReplicaError};
 
 /// How a file of a folder fails.
@@ -117,6 +117,19 @@ fn a_log_that_cannot_be_opened_costs_its_reader_and_no_commit() {
         assert!(reader.lost().is_some(), "error {errno}: the reader is not told");
         let mut bytes = vec![0; reader.len() as usize];
         assert!(reader.read_at(0, &mut bytes).is_err(), "error {errno}: another moment is read");
+    }
+}
+
+/// Words that read like it do not make a loss one to a promotion, with which a rehearsal ends otherwise.
+#[test]
+fn only_a_promotion_is_taken_for_one() {
+    let source = Source::new(3, &[40]);
+    for (loss, promoted) in [(Loss::Promoted, true), (Loss::Told(Loss::Promoted.to_string()), false)] {
+        let world = shown(&source);
+        let reader = world.reader(None).unwrap().expect("it rests");
+        world.open(&on()).unwrap().lose_readers(loss).unwrap();
+        assert_eq!(reader.is_promoted(), promoted);
+        assert_eq!(reader.lost().as_deref(), Some("the replica was promoted"));
     }
 }
 
