@@ -471,7 +471,7 @@ impl Live {
             true => "",
             false => ", or pass --freeze never to take a copy that may mix several moments",
         };
-        Err(SourceError::Refused(format!(
+        Err(SourceError::Restless(format!(
             "{} is being written to past its file systems while these are frozen: stop programs that write to the device itself, \
              or to a partition that is not mounted (\"swapoff\" for swap space){never}",
             paths.join(" or ")
@@ -521,7 +521,7 @@ impl Live {
                 return Err(SourceError::Lost { since: epoch.number, why });
             }
         }
-        Err(SourceError::Refused(format!(
+        Err(SourceError::Restless(format!(
             "{} is being written to, and has no mounted file system to freeze: stop the writer for a moment, or \
              pass --freeze never to take a copy that may mix several moments",
             self.about.path.display()

@@ -350,15 +350,6 @@ impl Drop for SharedView {
     }
 }
 
-fn shrank(path: &Path, was: u64, is: u64) -> SourceError {
-    SourceError::Refused(format!(
-        "source {} shrank from {} to {}: pass --allow-shrink if that is intended",
-        path.display(),
-        device::exact_size(was),
-        device::exact_size(is)
-    ))
-}
-
 impl Source {
     /// Opens the source at `path`, creating its folder in the state directory if it is new. Takes the source's lock.
     ///
@@ -569,7 +560,7 @@ impl Source {
         let Parts { mut about, disk, folder, backing, history, identity } = parts;
         let last = history.last().map_or(0, |e| e.number);
         if was > identity.size && !options.allow_shrink {
-            return Err(shrank(&about.path, was, identity.size));
+            return Err(SourceError::Shrank { path: about.path, was, is: identity.size });
         }
         let mut lost = verdict.loss();
         // What only reads leaves the record to one that is told that it holds, as long as it ends no epoch.

@@ -582,7 +582,7 @@ fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<P
         (_, None) => {
             Err(SyncError::Refused(format!("replica {path} is incomplete: run \"dsync sync\" first")))
         }
-        (epoch, Some(why)) => Err(SyncError::Refused(format!(
+        (epoch, Some(why)) => Err(SyncError::Changed(format!(
             "replica {path} is incomplete, and was modified outside dsync ({why}): {} compares all of it with the source, and \
              overwrites what differs",
             if epoch.is_some() { "\"dsync verify --repair\"" } else { "\"dsync sync --adopt\"" }
