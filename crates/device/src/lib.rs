@@ -63,7 +63,7 @@ pub use human::{exact_size, human_size, human_time};
 pub use identity::{DiskKind, Identity, identity};
 pub use local_socket::listen_at;
 pub use lock::{Access, ImageLock, lock_image};
-pub use medium::{Gauge, Medium, agree, disk_id, hash_of};
+pub use medium::{Gauge, Medium, MediumChange, agree, disk_id, hash_of};
 pub use moment::{moment, moments};
 pub use new_file::NewFile;
 pub use overlay::Overlay;

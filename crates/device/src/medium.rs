@@ -4,6 +4,7 @@
 //! where a disk was attached again, only what most users of a disk change does: the edges of the disk and of its partitions,
 //! where superblocks and partition tables are.
 
+use std::fmt;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -104,26 +105,52 @@ impl Medium {
     }
 
     /// How a device shows that it is another one, or was written to since; `None` if nothing shows.
-    pub fn differs(&self, now: &Medium) -> Option<&'static str> {
+    pub fn differs(&self, now: &Medium) -> Option<MediumChange> {
         if let (Some(before), Some(now)) = (&self.id, &now.id) {
             if before != now {
-                return Some("another disk is attached under its name");
+                return Some(MediumChange::OtherDisk);
             }
         }
         let one_life = self.boot == now.boot && !self.boot.is_empty();
         if let (true, Some(before), Some(seq)) = (one_life, self.diskseq, now.diskseq) {
             if before != seq && (self.id.is_none() || now.id.is_none()) {
-                return Some(
-                    "it was detached and attached again, and nothing shows that it is the same disk",
-                );
+                return Some(MediumChange::Reattached);
             }
             let counts = self.written.zip(now.written);
             if before == seq && counts.is_some_and(|(before, now)| before.has_moved(&now)) {
-                return Some("it was written to");
+                return Some(MediumChange::Written);
             }
         }
         let agree = agree(&self.edges, &now.edges);
-        (!agree).then_some("its superblocks or partition table were changed: it was mounted or written to")
+        (!agree).then_some(MediumChange::Edges)
+    }
+}
+
+/// How a device shows that it is another one, or was written to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MediumChange {
+    /// Another disk has its name.
+    OtherDisk,
+    /// It may be another disk.
+    Reattached,
+    /// The kernel has counted writes.
+    Written,
+    /// What is at the edges of the disk or its partitions is not what it was.
+    Edges,
+}
+
+impl fmt::Display for MediumChange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            MediumChange::OtherDisk => "another disk is attached under its name",
+            MediumChange::Reattached => {
+                "it was detached and attached again, and nothing shows that it is the same disk"
+            }
+            MediumChange::Written => "it was written to",
+            MediumChange::Edges => {
+                "its superblocks or partition table were changed: it was mounted or written to"
+            }
+        })
     }
 }
 
@@ -265,10 +292,13 @@ mod tests {
         assert_eq!(was.differs(&was), None);
         assert!(was.is_proof_of(&was));
         let moved = Some(Written { sectors: 8, ..Written::default() });
-        let says = |now: Medium| was.differs(&now).unwrap_or_default();
-        assert!(says(Medium { written: moved, ..was.clone() }).contains("written to"));
-        assert!(says(Medium { id: Some("c".into()), ..was.clone() }).contains("another disk"));
-        assert!(says(Medium { id: None, diskseq: Some(8), ..was.clone() }).contains("detached"));
+        let changed = |now: Medium| was.differs(&now);
+        assert_eq!(changed(Medium { written: moved, ..was.clone() }), Some(MediumChange::Written));
+        assert_eq!(changed(Medium { id: Some("c".into()), ..was.clone() }), Some(MediumChange::OtherDisk));
+        assert_eq!(
+            changed(Medium { id: None, diskseq: Some(8), ..was.clone() }),
+            Some(MediumChange::Reattached)
+        );
         // Another boot: neither its counts nor its numbers are comparable.
         let later = Medium { boot: "d".into(), diskseq: Some(9), written: moved, ..was.clone() };
         assert_eq!(was.differs(&later), None);
@@ -286,7 +316,7 @@ mod tests {
         let was = medium(&disk);
         disk.write_at((16 << 20) + 1080, &[1]).unwrap();
         let now = Medium { boot: "d".into(), ..medium(&disk) };
-        assert!(was.differs(&now).unwrap_or_default().contains("superblocks"));
+        assert_eq!(was.differs(&now), Some(MediumChange::Edges));
         assert_eq!(was.edges.len(), now.edges.len());
     }
 

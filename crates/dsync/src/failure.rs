@@ -100,7 +100,7 @@ fn of_class(class: sync::Class) -> u8 {
     match class {
         sync::Class::Failed | sync::Class::Unreadable => FAILED,
         sync::Class::Lost => LOST,
-        sync::Class::Refused | sync::Class::Diverged | sync::Class::Away => REFUSED,
+        sync::Class::Refused | sync::Class::Diverged | sync::Class::Changed | sync::Class::Away => REFUSED,
         sync::Class::Busy => BUSY,
     }
 }

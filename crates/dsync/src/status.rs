@@ -5,7 +5,8 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use extents::Bitmap;
 use replica::State;
-use serde::Serialize;
+use serde::ser::Error as _;
+use serde::{Serialize, Serializer};
 use source::{
     About, Bookmark, Bookmarks, Client, History, LastFailure, LastVerify, Position, StateDir, Status, Tally,
     Work,
@@ -46,6 +47,7 @@ pub(crate) struct SourceStatus {
     /// Nobody has asked to record what is written to it: an image that is compared now and then.
     #[serde(skip)]
     pub is_untracked: bool,
+    #[serde(serialize_with = "in_words")]
     pub served: Option<Status>,
     pub replicas: Vec<Lacking>,
     /// Replicas of which no copy was ever complete.
@@ -54,6 +56,15 @@ pub(crate) struct SourceStatus {
     checkpoints: Vec<Listed>,
     /// The group that it is in.
     pub group: Option<Group>,
+}
+
+/// What a server says of itself, with why changes are not known in words.
+fn in_words<S: Serializer>(served: &Option<Status>, to: S) -> Result<S::Ok, S::Error> {
+    let mut value = serde_json::to_value(served).map_err(S::Error::custom)?;
+    if let Some(why) = served.as_ref().and_then(|served| served.lost.as_ref()) {
+        value["lost"] = why.to_string().into();
+    }
+    value.serialize(to)
 }
 
 /// A replica in its source's bookmarks.
@@ -206,7 +217,9 @@ impl SourceStatus {
         let blocks = || Bitmap::new(tracked.div_ceil(u64::from(block_size)));
         let written = blocks();
         let lost = match history.last() {
-            Some(_) if size.is_some() || served.is_some() => source::lost(place, &about, &history)?,
+            Some(_) if size.is_some() || served.is_some() => {
+                source::lost(place, &about, &history)?.map(|why| why.to_string())
+            }
             _ => None,
         };
         let unknown = source::written_since(place, &about, &history, &written)?;
@@ -217,7 +230,7 @@ impl SourceStatus {
             lacking.union_with(&written);
             let (blocks, why, compared) = match (known, &unknown) {
                 (Err(error), _) => (None, Some(error.to_string()), true),
-                (Ok(_), Some(why)) => (None, Some(why.clone()), false),
+                (Ok(_), Some(why)) => (None, Some(why.to_string()), false),
                 (Ok(_), None) => (Some(lacking.count()), None, false),
             };
             let Bookmark { epoch, time, unread, .. } = bookmark;
@@ -607,12 +620,12 @@ fn replica(
         && !absolute.exists()
         && replica::inspect(&absolute, &options).map_or(true, |l| l.is_none())
     {
-        let replica = no_replica(&absolute, state)?;
         let name = path.display().to_string();
-        let replica = if name.contains('/') || !replica.starts_with("no ") {
-            replica
-        } else {
-            format!("no source is called \"{name}\", and there is {replica}")
+        let replica = match missing_replica(&absolute, state)? {
+            None if !name.contains('/') => {
+                format!("no source is called \"{name}\", and there is {}", no_replica(&absolute, state)?)
+            }
+            _ => no_replica(&absolute, state)?,
         };
         bail!(source::SourceError::Unknown(format!(
             "{replica} (\"dsync status\" lists sources and replicas)"
@@ -719,6 +732,13 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
 
 /// The message for a path without a replica, with what is known of a former one.
 pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
+    let unknown =
+        || format!("no replica at {}: check the path, and that its file system is mounted", path.display());
+    Ok(missing_replica(path, state)?.unwrap_or_else(unknown))
+}
+
+/// The same of a replica that is known, and not there.
+fn missing_replica(path: &Path, state: &StateDir) -> Result<Option<String>> {
     let name = path.display().to_string();
     let listed = local::path_of(&name)?;
     let known = sync::known_replicas(state).all().context("cannot read the list of replicas")?;
@@ -726,7 +746,7 @@ pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     for (place, about) in state.survey()?.sources {
         let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
         if let Some((_, bookmark)) = bookmarks.named(&name) {
-            return Ok(format!(
+            return Ok(Some(format!(
                 "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {2}. If its file system is not \
                  mounted or its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create {2} {name}\" \
                  begins a new replica there, and \"dsync forget {2} {name}\"{3} forgets it",
@@ -734,15 +754,15 @@ pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
                 bookmark.epoch.number,
                 about.path.display(),
                 if known.is_some() { format!(" with \"dsync forget {name}\"") } else { String::new() }
-            ));
+            )));
         }
     }
     if let Some(LocalReplica { epoch, source, problem: Some(problem), .. }) = known.map(LocalReplica::of) {
         let of = source.map_or(String::new(), |source| format!(" of source {source}"));
         let at = epoch.map_or(String::new(), |epoch| format!(", last at epoch {epoch}{of},"));
-        return Ok(format!("the replica at {name}{at} {problem}"));
+        return Ok(Some(format!("the replica at {name}{at} {problem}")));
     }
-    Ok(format!("no replica at {name}: check the path, and that its file system is mounted"))
+    Ok(None)
 }
 
 /// Prints the lineage of a replica that is in use, or was promoted.

@@ -8,7 +8,7 @@ use crate::error::{INTERRUPTED, ReplicaError, Result, SAFE, disk_error, io_error
 use crate::journal::{self, Contents, WHOLE};
 use crate::last_writes::{LastWrites, WrittenLast};
 use crate::lineage::{Stamp, StepKind, Toward, Unsure, overlay};
-use crate::note::WRITTEN;
+use crate::note::Foreign;
 use crate::replica::Replica;
 use crate::trail::{Footprint, Noting};
 use crate::unsure::Marking;
@@ -155,7 +155,7 @@ impl Replica {
         if copy.is_some_and(|copy| (copy.size, copy.written) != (stamp.size, stamp.written)) {
             // Without the note, the next process doubts it as well.
             self.forget_note()?;
-            return Err(self.touched(WRITTEN));
+            return Err(self.touched(Foreign::Written));
         }
         let unsure = self.lineage().unsure().clone();
         self.moved_to(toward, stamp, unsure)

@@ -28,7 +28,7 @@ use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error, is_full};
 use crate::journal::{self, Contents, WHOLE, compares};
 use crate::lineage::{self, Lineage, Stamp, StepKind, Unsure};
-use crate::note::{self, Evidence, Keeping, Note, WRITTEN, Working};
+use crate::note::{self, Evidence, Foreign, Keeping, Note, Working};
 use crate::replica::Replica;
 use crate::views;
 
@@ -51,7 +51,7 @@ impl Replica {
 
     /// Keeps in mind that others have written to a device. The times of a file tell by themselves, and another disk under the
     /// device's name does not make the right one another.
-    pub(crate) fn notice(&self, why: &str) {
+    pub(crate) fn notice(&self, why: Foreign) {
         let marked = self.lineage().unsure == Unsure::Everything || self.lineage().role.promoted.is_some();
         let tells = self.is_noticed_by_lineage(why);
         if tells && !marked && !self.mark_noticed() {
@@ -64,8 +64,8 @@ impl Replica {
     }
 
     /// True if the lineage must say this, as nothing else does after a reboot.
-    fn is_noticed_by_lineage(&self, why: &str) -> bool {
-        why == WRITTEN && self.destination().is_device() && self.is_kept()
+    fn is_noticed_by_lineage(&self, why: Foreign) -> bool {
+        why == Foreign::Written && self.destination().is_device() && self.is_kept()
     }
 
     /// Gives the state another name: a delta that is sealed in the journal, and was found by comparing, was made before this
@@ -82,7 +82,7 @@ impl Replica {
         }
     }
 
-    pub(crate) fn touched(&self, why: &str) -> ReplicaError {
+    pub(crate) fn touched(&self, why: Foreign) -> ReplicaError {
         // What is read of it is no state of the source any more.
         let _ = views::lose_all(self.state(), "the replica was modified outside dsync");
         self.notice(why);
@@ -104,19 +104,19 @@ impl Replica {
     }
 
     /// In what way others have changed the destination, as exactly as its times tell.
-    pub(crate) fn how_changed(&self, why: &str) -> String {
+    pub(crate) fn how_changed(&self, why: Foreign) -> String {
         let found = self.destination().stamp(Name::Final).ok().flatten();
         let recorded = self.lineage().stamp.as_ref();
         // In doubt, what it was left like is what others have left.
         let left = if self.changed().is_some() { recorded } else { self.left().or(recorded) };
-        match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
+        match found.filter(|_| why == Foreign::Written).and_then(|now| Some((now.changed, now.written?))) {
             // A write moves both times, but any program may set this one back.
             Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
                 "its owner, mode, name or links were changed {}; its times do not tell whether its content was changed too",
                 ago(changed, &self.destination().clock())
             ),
             Some((_, written)) => format!("content written {}", ago(written, &self.destination().clock())),
-            None => why.into(),
+            None => why.to_string(),
         }
     }
 
@@ -345,7 +345,7 @@ impl Replica {
 
     /// In what way others have changed a device since it was first opened after a reboot, or after it was attached anew: the
     /// kernel's count begins anew with either.
-    pub(crate) fn since_attached(&self, now: &Stamp) -> Result<Option<&'static str>> {
+    pub(crate) fn since_attached(&self, now: &Stamp) -> Result<Option<Foreign>> {
         let attached =
             |stamp: &Stamp| stamp.medium.as_ref().map(|medium| (medium.boot.clone(), medium.diskseq));
         if !self.destination().is_device()
@@ -368,7 +368,7 @@ impl Replica {
 
     /// In what way others have changed the file since the last own write, or may have, where that was later than the
     /// lineage: batches or a delta were merged from `journal`, a step in place was begun, or a copy was put in place.
-    pub(crate) fn since_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Result<Option<&'static str>> {
+    pub(crate) fn since_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Result<Option<Foreign>> {
         if self.is_timeless() {
             return Ok(None);
         }
@@ -397,7 +397,7 @@ impl Replica {
             .and_then(|(note, _)| Some((note.before.as_ref()?, note.life == self.destination().boot().id)));
         if let Some((copy, told)) = copy.filter(|(copy, _)| cloned.is_some() && copy.inode == now.inode) {
             if copy.size != now.size || now.written > copy.written || told && now.written != copy.written {
-                return Ok(Some(WRITTEN));
+                return Ok(Some(Foreign::Written));
             }
         }
         let durable = if journal.is_empty() { lineage::NAME } else { WHOLE };
@@ -416,7 +416,7 @@ impl Replica {
         // A step in place may have been given up at any size on the way.
         let possible =
             self.lineage().step.is_some() || before.size == now.size || sizes.any(|size| size == now.size);
-        Ok((!possible).then_some("its size has changed"))
+        Ok((!possible).then_some(Foreign::Resized))
     }
 }
 

@@ -12,7 +12,7 @@ use crate::destination::{Destination, FileDestination, Name};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::journal::WHOLE;
 use crate::lineage::{self, Lineage, State, StepKind, Unsure};
-use crate::note;
+use crate::note::{self, Foreign};
 use crate::origin;
 use crate::past::{self, GivenUp, Settings};
 use crate::replica::Replica;
@@ -285,9 +285,9 @@ fn condition(folder: &Path, path: &Path, lineage: &Lineage) -> Result<Condition>
     Ok(match lineage {
         _ if !begun && !is_there(path, lineage) => Condition::Missing,
         Lineage { role: Role { promoted: Some(_), .. }, .. } => Condition::Promoted,
-        Lineage { unsure: Unsure::Everything, .. } => Condition::Changed("it was written to".into()),
+        Lineage { unsure: Unsure::Everything, .. } => Condition::Changed(Foreign::Written.to_string()),
         _ => match (changed(folder, path)?, lineage.state) {
-            (Some(why), _) => Condition::Changed(why.into()),
+            (Some(why), _) => Condition::Changed(why.to_string()),
             (None, _) if step == Some(StepKind::InPlace) => Condition::Incomplete,
             (None, State::Incomplete) => Condition::Incomplete,
             (None, State::Fuzzy) => Condition::Fuzzy,
@@ -323,7 +323,7 @@ fn present(lineage: &Lineage) -> PathBuf {
 ///
 /// # Errors
 /// If the state or the file cannot be read.
-pub(crate) fn changed(folder: &Path, path: &Path) -> Result<Option<&'static str>> {
+pub(crate) fn changed(folder: &Path, path: &Path) -> Result<Option<Foreign>> {
     let dir = Dir::existing(folder).map_err(io_error("open", folder))?;
     let seen = || -> Result<_> {
         let note = note::read(&dir).map_err(io_error("read", &folder.join(note::NAME)))?;

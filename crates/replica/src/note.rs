@@ -1,5 +1,6 @@
 //! The note of own writes, and what it tells of others' ([`crate::foreign`] has the rules).
 
+use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{
@@ -9,7 +10,7 @@ use std::sync::atomic::{
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use device::{Boot, Clock, Folder, Life, Mapping, StateFile};
+use device::{Boot, Clock, Folder, Life, Mapping, MediumChange, StateFile};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -68,7 +69,7 @@ impl Stamp {
     }
 
     /// In what way a device is not as its own writes can have left it, up to `sectors` of them; both are glances.
-    pub(crate) fn differs_beyond(&self, now: &Stamp, sectors: u64) -> Option<&'static str> {
+    pub(crate) fn differs_beyond(&self, now: &Stamp, sectors: u64) -> Option<Foreign> {
         let medium =
             now.medium.as_ref().zip(self.medium.as_ref()).map(|(now, was)| now.without(was, sectors));
         self.differs(&Stamp { medium, ..now.clone() })
@@ -93,25 +94,68 @@ impl Stamp {
     }
 
     /// In what way a destination is not as it was left; `None` if nothing tells.
-    pub(crate) fn differs(&self, now: &Stamp) -> Option<&'static str> {
+    pub(crate) fn differs(&self, now: &Stamp) -> Option<Foreign> {
         let medium = self.medium.as_ref().zip(now.medium.as_ref()).and_then(|(was, now)| was.differs(now));
         match () {
-            () if self.inode != now.inode => Some("another file is in its place"),
-            () if self.size != now.size => Some("its size has changed"),
-            () if self.changed != now.changed => Some(WRITTEN),
-            () if medium.is_some() => medium,
-            () if !device::agree(&self.print, &now.print) => Some("it is another disk, or was written to"),
+            () if self.inode != now.inode => Some(Foreign::OtherFile),
+            () if self.size != now.size => Some(Foreign::Resized),
+            () if self.changed != now.changed => Some(Foreign::Written),
+            () if medium.is_some() => medium.map(Foreign::from),
+            () if !device::agree(&self.print, &now.print) => Some(Foreign::Print),
             () => None,
         }
     }
 }
 
-pub(crate) const WRITTEN: &str = "it was written to";
+/// In what way others have changed a destination, or may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Foreign {
+    /// Its times of change or the kernel's count of writes show that.
+    Written,
+    /// Its time of change is from before own writes.
+    SetBack,
+    /// Its time of change is from before own writes, as the clock was set back.
+    Clock,
+    /// A file has another inode.
+    OtherFile,
+    /// It has another size.
+    Resized,
+    /// A device shows it.
+    Medium(MediumChange),
+    /// Samples of a device's content differ.
+    Print,
+    /// The set of blocks in which it is unsure cannot be read, so anything may have been changed.
+    Unsure,
+    /// It is a source itself.
+    Promoted,
+}
 
-const SET_BACK: &str = "it was set back to an earlier state";
+impl From<MediumChange> for Foreign {
+    fn from(change: MediumChange) -> Foreign {
+        match change {
+            MediumChange::Written => Foreign::Written,
+            other => Foreign::Medium(other),
+        }
+    }
+}
 
-const CLOCK: &str =
-    "the clock was set back while it was written to, so its times do not tell who wrote to it";
+impl fmt::Display for Foreign {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Foreign::Written => "it was written to",
+            Foreign::SetBack => "it was set back to an earlier state",
+            Foreign::Clock => {
+                "the clock was set back while it was written to, so its times do not tell who wrote to it"
+            }
+            Foreign::OtherFile => "another file is in its place",
+            Foreign::Resized => "its size has changed",
+            Foreign::Medium(change) => return change.fmt(f),
+            Foreign::Print => "it is another disk, or was written to",
+            Foreign::Unsure => "the record of the blocks in which it is unsure is missing or damaged",
+            Foreign::Promoted => "it was promoted",
+        })
+    }
+}
 
 /// What there is to tell own writes from others', at a file that was written to after its lineage was stored.
 pub(crate) struct Evidence<'a> {
@@ -136,14 +180,14 @@ impl Evidence<'_> {
     }
 
     /// In what way others have changed the file, or may have.
-    pub(crate) fn foreign(&self, boot: &Boot) -> Option<&'static str> {
+    pub(crate) fn foreign(&self, boot: &Boot) -> Option<Foreign> {
         let (before, now) = (self.before, self.now);
         if before.inode != now.inode {
             return before.differs(now);
         }
         // The step says that this part is there.
         if now.changed < self.floor {
-            return Some(SET_BACK);
+            return Some(Foreign::SetBack);
         }
         let changed = now.changed.max(0) as u64;
         let left = self.note.as_ref().and_then(|(note, _)| note.stamp.as_ref());
@@ -154,9 +198,9 @@ impl Evidence<'_> {
                 Some(left) => left.differs(now),
                 // Nothing was written yet.
                 None if now.changed == before.changed => None,
-                None if now.changed < before.changed => Some(SET_BACK),
-                None if self.is_before_own(changed) => Some(CLOCK),
-                None => (changed > time.saturating_add(DYING)).then_some(WRITTEN),
+                None if now.changed < before.changed => Some(Foreign::SetBack),
+                None if self.is_before_own(changed) => Some(Foreign::Clock),
+                None => (changed > time.saturating_add(DYING)).then_some(Foreign::Written),
             };
         }
         // The power was cut, or the system shut down after a kill. What was not durable may be of any earlier moment.
@@ -164,7 +208,7 @@ impl Evidence<'_> {
             return None;
         }
         if now.changed < before.changed {
-            return Some(SET_BACK);
+            return Some(Foreign::SetBack);
         }
         let all_there = self.note.as_ref().is_some_and(|(note, _)| note.stream == self.stream);
         let last = match left.filter(|_| all_there) {
@@ -173,7 +217,7 @@ impl Evidence<'_> {
         };
         // Since when a disk is back that was detached, nothing tells.
         let of_this_boot = changed >= boot.began && life != Life::Detached;
-        (changed > last || of_this_boot).then_some(WRITTEN)
+        (changed > last || of_this_boot).then_some(Foreign::Written)
     }
 }
 
@@ -183,7 +227,7 @@ pub(crate) fn foreign_to_device(
     note: Option<(Note, u64)>,
     before: Option<&Stamp>,
     now: &Stamp,
-) -> Option<&'static str> {
+) -> Option<Foreign> {
     let now = now.clone().glance();
     match note.filter(|(note, _)| note.life == boot.id) {
         Some((Note { stamp: Some(left), .. }, _)) => left.differs(&now),

@@ -11,7 +11,7 @@ use crate::foreign::covered;
 use crate::journal::{ARRIVING, WHOLE};
 use crate::lineage::{Lineage, Stamp, Unsure};
 use crate::locate::{locate, moved_from, name_after_disk, refuse_others_state};
-use crate::note::{self, WRITTEN};
+use crate::note::{self, Foreign};
 use crate::options::Options;
 use crate::past::Settings;
 use crate::replica::Replica;
@@ -125,15 +125,13 @@ impl Replica {
         replica.find_readers()?;
         if replica.is_kept() {
             let everything = replica.lineage().unsure == Unsure::Everything;
-            replica.set_changed(everything.then_some(WRITTEN));
+            replica.set_changed(everything.then_some(Foreign::Written));
             if let Err(ReplicaError::Damaged { .. }) = replica.unsure() {
                 // Not known where means anywhere.
                 let lineage = replica.lineage_mut();
                 lineage.unsure = Unsure::Everything;
                 lineage.step.iter_mut().for_each(|step| step.unsure = Unsure::Everything);
-                replica.set_changed(Some(
-                    "the record of the blocks in which it is unsure is missing or damaged",
-                ));
+                replica.set_changed(Some(Foreign::Unsure));
             }
             replica.refuse_promoted()?;
             let was_promoted = replica.lineage().role.promoted.is_some();
@@ -234,7 +232,7 @@ impl Replica {
     pub(crate) fn refuse_promoted(&mut self) -> Result<()> {
         let Some(promoted) = self.lineage().role.promoted else { return Ok(()) };
         let is_there = self.destination().is_device() || self.stamp(Name::Final)?.is_some();
-        self.set_changed(is_there.then_some("it was promoted"));
+        self.set_changed(is_there.then_some(Foreign::Promoted));
         if self.options().doubt {
             return Ok(());
         }

@@ -18,7 +18,6 @@ use crate::past;
 use crate::replica::Replica;
 use crate::role::{Promoted, Released, Role};
 use crate::verdict::Verdict;
-use crate::views::PROMOTED;
 
 /// What a promotion would make the present of the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -266,15 +265,16 @@ impl Replica {
     ///
     /// # Errors
     /// If it cannot be looked at.
-    pub fn changed_since_mark(&self) -> Result<Option<&'static str>> {
+    pub fn changed_since_mark(&self) -> Result<Option<String>> {
         let now = self.stamp(Name::Final)?;
         let (before, now) = (self.lineage().stamp.as_ref(), now.as_ref());
         Ok(match before.zip(now) {
             Some((before, now)) if before.is_proof_of(now) => None,
             Some((before, now)) => {
-                Some(before.differs(now).unwrap_or("nothing tells whether it was written to"))
+                let told = before.differs(now).map(|how| how.to_string());
+                Some(told.unwrap_or_else(|| "nothing tells whether it was written to".into()))
             }
-            None => Some("nothing tells how it was"),
+            None => Some("nothing tells how it was".into()),
         })
     }
 
@@ -336,7 +336,7 @@ impl Replica {
     /// Makes the mark.
     pub(crate) fn become_source(&mut self, promoted: Promoted) -> Result<()> {
         self.announce()?;
-        self.lose_readers(PROMOTED)?;
+        self.lose_readers("the replica was promoted")?;
         self.drop_journal()?;
         if self.lineage().step.as_ref().is_some_and(|step| step.kind.is_beside()) {
             self.remove_partial()?;

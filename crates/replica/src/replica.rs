@@ -13,7 +13,7 @@ use crate::destination::{Destination, Name};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{ARRIVING, Contents, WHOLE};
 use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Toward, Unsure};
-use crate::note::{WRITTEN, Working};
+use crate::note::{Foreign, Working};
 use crate::options::Options;
 use crate::past::Settings;
 use crate::role::{FIRST_TERM, Role};
@@ -71,7 +71,7 @@ struct Known {
     /// nothing here tells what the destination holds.
     half_done: bool,
     /// In what way others have changed the destination.
-    changed: Option<&'static str>,
+    changed: Option<Foreign>,
     /// From the next store on [`Lineage::unsure`] is to say everything.
     noticed: AtomicBool,
     /// Where the replica wrote that this process adopts, while the state in the folder is still that replica's.
@@ -322,11 +322,11 @@ impl Replica {
     }
 
     /// In what way others have changed the destination.
-    pub(crate) fn changed(&self) -> Option<&'static str> {
+    pub(crate) fn changed(&self) -> Option<Foreign> {
         self.known.changed
     }
 
-    pub(crate) fn set_changed(&mut self, why: Option<&'static str>) {
+    pub(crate) fn set_changed(&mut self, why: Option<Foreign>) {
         self.known.changed = why;
     }
 
@@ -360,7 +360,7 @@ impl Replica {
             return Err(e);
         }
         let everything = self.lineage.unsure == Unsure::Everything;
-        (self.known.left, self.known.changed) = (Some(left), everything.then_some(WRITTEN));
+        (self.known.left, self.known.changed) = (Some(left), everything.then_some(Foreign::Written));
         Ok(())
     }
 
@@ -552,7 +552,7 @@ impl Replica {
     /// Forgets the replica: its lineage, its journal and a copy that was begun. The destination stays as it is.
     pub fn disown(mut self) -> Result<()> {
         self.announce()?;
-        self.lose_readers("the replica was forgotten")?;
+        self.lose_readers("the replica was forgotten".into())?;
         // First what makes it a replica: what is left after a crash belongs to nothing.
         self.remove(crate::lineage::NAME)?;
         self.folder.sync().map_err(io_error("sync", self.folder.path()))?;

@@ -8,7 +8,7 @@ use crate::journal::{ARRIVING, WHOLE};
 use crate::known::changed;
 use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::{inspect, state_folder};
-use crate::note::WRITTEN;
+use crate::note::Foreign;
 use crate::options::Options;
 use crate::replica::Replica;
 
@@ -79,7 +79,7 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
         return Err(replica.touched(why));
     }
     if replica.lineage().unsure == Unsure::Everything {
-        return Err(replica.touched(WRITTEN));
+        return Err(replica.touched(Foreign::Written));
     }
     let Some(why) = replica.lineage().unsettled().filter(|_| replica.is_kept()) else { return Ok(()) };
     Err(ReplicaError::Refused(format!(

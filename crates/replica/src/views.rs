@@ -49,9 +49,6 @@ const POLL_EVERY: Duration = Duration::from_millis(5);
 /// How often it is looked whether readers live.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Why readers lose at a promotion.
-pub(crate) const PROMOTED: &str = "the replica was promoted";
-
 /// Puts a text between two places of a head, with its length, and a hash that shows whether it is whole.
 fn put(head: &mut Vec<u8>, text: &[u8], (from, to): (u64, u64)) -> io::Result<()> {
     head.resize(from as usize, 0);

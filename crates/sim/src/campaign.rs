@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use device::Disk as _;
 use replica::{ReplicaError, State, Status};
-use sync::{Method, SyncError, Unreadable};
+use source::SourceError;
+use sync::{Class, Method, SyncError, Unreadable};
 use testing::Random;
 
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
@@ -115,8 +116,11 @@ type Checked = Result<(), String>;
 type Digest = (Option<u128>, Vec<(String, Vec<u8>)>);
 
 fn is_full(error: &ReplicaError) -> bool {
-    let text = error.to_string();
-    text.contains("no space") || text.contains("No space")
+    match error {
+        ReplicaError::Full { .. } => true,
+        ReplicaError::Io { error, .. } => error.kind() == std::io::ErrorKind::StorageFull,
+        _ => false,
+    }
 }
 
 fn adopts(error: &SyncError) -> bool {
@@ -174,7 +178,8 @@ impl Run {
             Ok(what) => format!("  {what}"),
             Err(error) => format!("  failed ({:?}): {error}", error.class()),
         });
-        self.ask_for_shrink(&result.as_ref().map(|_| ()).map_err(ToString::to_string))?;
+        let asked = matches!(result, Err(SyncError::Source(SourceError::Shrank { .. })));
+        self.ask_for_shrink(result.is_ok(), asked)?;
         self.shrunk = match &result {
             Ok(_) if verb == Verb::Verify && self.shrunk != Shrunk::No => Shrunk::Perhaps,
             Ok(_) => Shrunk::No,
@@ -194,13 +199,12 @@ impl Run {
         self.world.bury();
         self.world.replicas[which].meanwhile = false;
         if let Err(error) = &result {
-            let told = error.to_string().contains("modified outside dsync");
+            let told = error.class() == Class::Changed;
             self.world.replicas[which].noticed |= told && faultless && self.has_room();
         }
         if let (Err(error), Some(before)) = (&result, before) {
             // What passes over a live disk sent is kept.
-            let why = error.to_string();
-            let passes = why.contains("is being written to") || why.contains("has ended an epoch");
+            let passes = matches!(error, SyncError::Source(SourceError::Restless(_) | SourceError::Track(_)));
             let passes = passes || self.world.replicas[which].touched;
             if faultless
                 && !passes
@@ -255,7 +259,7 @@ impl Run {
         self.world.tell("a server starts");
         self.world.allow_shrink = self.shrunk == Shrunk::Perhaps;
         let mut served = self.world.serve();
-        self.ask_for_shrink(&served.as_ref().copied().map_err(ToString::to_string))?;
+        self.ask_for_shrink(served.is_ok(), matches!(served, Err(SourceError::Shrank { .. })))?;
         if served.is_err() && self.world.near.state().files.room.is_some() {
             self.world.tell("  no room to serve: some is freed");
             self.world.near.free_room();
@@ -271,11 +275,10 @@ impl Run {
     }
 
     /// A smaller source is refused until the user has agreed, once and for all.
-    fn ask_for_shrink(&mut self, result: &Result<(), String>) -> Checked {
-        let refused = result.as_ref().is_err_and(|why| why.contains("--allow-shrink"));
+    fn ask_for_shrink(&mut self, done: bool, asked: bool) -> Checked {
         match self.shrunk {
-            Shrunk::No if refused => Err("what was agreed to, or did not shrink, is asked for again".into()),
-            Shrunk::Unasked if result.is_ok() && !self.world.allow_shrink => {
+            Shrunk::No if asked => Err("what was agreed to, or did not shrink, is asked for again".into()),
+            Shrunk::Unasked if done && !self.world.allow_shrink => {
                 Err("a smaller source was accepted without consent".into())
             }
             _ => Ok(()),
@@ -1037,19 +1040,20 @@ impl Run {
 
     /// The same with nothing but `extract | merge`.
     fn converge_by_pipe(&mut self) -> Checked {
-        let mut last = String::new();
+        let (mut last, mut whole) = (String::new(), false);
         if self.world.replicas[0].touched || self.world.replicas[0].adopting {
             return Ok(());
         }
         for _ in 0..4 {
             self.world.tell("at last, extract | merge");
+            // As one is told.
             self.world.allow_shrink = last.contains("--allow-shrink");
-            // A first copy that did not arrive is requested once more, as a whole.
-            let whole = last.contains("is incomplete") || last.contains("does not exist");
             let piped = self
                 .world
                 .extract(whole.then_some(0), u64::MAX)
                 .and_then(|delta| self.world.merge(0, &delta));
+            // A first copy that did not arrive is requested once more, as a whole.
+            whole = matches!(piped, Err(SyncError::Replica(ReplicaError::Unseeded { .. })));
             match piped {
                 Ok(_)
                     if self
@@ -1061,7 +1065,7 @@ impl Run {
                     return Ok(());
                 }
                 Ok(merged) => last = format!("it is at epoch {}, and differs from the source", merged.epoch),
-                Err(SyncError::Source(source::SourceError::Lost { .. })) => return Ok(()),
+                Err(SyncError::Source(SourceError::Lost { .. })) => return Ok(()),
                 Err(error) => last = error.to_string(),
             }
             self.world.tell(format!("  {last}"));

@@ -1,7 +1,7 @@
 //! What must be true of the disks of a run of roles, after any step and at the end.
 
-use replica::{Options, State};
-use sync::{PromoteOptions, Site as _};
+use replica::{Options, ReplicaError, State};
+use sync::{Conflict, PromoteOptions, Site as _, SyncError};
 
 use crate::roles::{Checked, Role, Run, short};
 use crate::roles_model::{Pages, Place, differing};
@@ -92,7 +92,7 @@ impl Run {
                 Err(format!("{name} does not know that page {page} was written after its epoch {epoch}"))
             }
             // With its group, of which the demotion is to be completed first.
-            Err(error) if self.scene.group && error.to_string().contains("demotion of") => Ok(()),
+            Err(SyncError::Conflict(Conflict::Ending { .. })) if self.scene.group => Ok(()),
             Err(error) => Err(format!("the source {name} cannot be opened: {error}")),
         }
     }
@@ -110,9 +110,7 @@ impl Run {
             // Opening it has completed the promotion of its group.
             Err(_) if self.scene.group && self.role(at) != Role::Replica => return Ok(()),
             // An adoption that was cut off says so until another compares it.
-            Err(error) if error.to_string().contains("run \"dsync sync --adopt SRC DST\" again") => {
-                return Ok(());
-            }
+            Err(ReplicaError::Unproven(_)) => return Ok(()),
             Err(error) => return Err(format!("the replica {name} cannot be opened: {error}")),
         };
         self.tell(format!(

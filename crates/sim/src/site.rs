@@ -10,7 +10,7 @@ use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{FoundMembers, Group, Intent, KnownReplicas, Lineage, Options, Replica, ReplicaError};
 use source::{
-    About, Backing, Handle, History, Members, Membership, Source, SourceError, SourceOptions, Succession,
+    About, Backing, Gap, Handle, History, Members, Membership, Source, SourceError, SourceOptions, Succession,
 };
 use sync::{Site, SyncError};
 use trackers::TrackedDisk;
@@ -199,7 +199,7 @@ impl Site for SimSite {
         Ok(true)
     }
 
-    fn doubt(&self, place: &Path, about: &About) -> Result<Option<String>, SourceError> {
+    fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
         let (name, place) = (name_of(&about.path), place.to_string_lossy());
         let held = Held::take(&self.process, &place).ok_or_else(|| busy(&name))?;
         let reader = Arc::new(Mutex::new(self.process.clone()));
@@ -213,7 +213,7 @@ impl Site for SimSite {
         about: &About,
         history: &History,
         into: &Bitmap,
-    ) -> Result<Option<String>, SourceError> {
+    ) -> Result<Option<Gap>, SourceError> {
         if let Some(server) = self.served.get(&name_of(&about.path)) {
             into.union_with(&server.source.dirty()?);
             return Ok(None);

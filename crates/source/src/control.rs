@@ -26,10 +26,10 @@ use serde::{Deserialize, Serialize};
 use trackers::{CowFiles, CowStore, Follower};
 use uuid::Uuid;
 
-use crate::SourceError;
 use crate::bookmarks::Reached;
 use crate::group::SourceGroup;
 use crate::source::{Checkpoint, SharedView, Source};
+use crate::{Gap, SourceError};
 
 const NAME: &str = "control";
 /// How long to wait when the system has no descriptor left.
@@ -80,8 +80,7 @@ enum Request {
 pub struct Status {
     /// The process that serves it.
     pub process: u32,
-    /// Bytes of the disk that it serves; 0 from older servers.
-    #[serde(default)]
+    /// Bytes of the disk that it serves.
     pub size: u64,
     /// Blocks written since the last checkpoint.
     pub dirty: u64,
@@ -94,9 +93,8 @@ pub struct Status {
     /// Bytes saved for open views.
     pub kept_bytes: u64,
     /// Why the changes before the next checkpoint are not known.
-    pub lost: Option<String>,
+    pub lost: Option<Gap>,
     /// Until when mirrors have brought replicas up to date since the server began, in seconds since 1970.
-    #[serde(default)]
     pub mirrored: BTreeMap<String, u64>,
 }
 
@@ -137,7 +135,7 @@ enum Response {
     },
     Lost {
         since: u64,
-        why: String,
+        why: Gap,
     },
 }
 

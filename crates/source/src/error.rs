@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::Gap;
+
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
@@ -52,8 +54,21 @@ pub enum SourceError {
         /// The replica's epoch.
         since: u64,
         /// The reason.
-        why: String,
+        why: Gap,
     },
+    /// The source is smaller than it was, and nobody has agreed to that.
+    #[error("source {} shrank from {} to {}: pass --allow-shrink if that is intended", path.display(), device::exact_size(*was), device::exact_size(*is))]
+    Shrank {
+        /// The source.
+        path: PathBuf,
+        /// The size that it had, in bytes.
+        was: u64,
+        /// The size that it has, in bytes.
+        is: u64,
+    },
+    /// A disk in use is written to in a way that leaves no moment to copy.
+    #[error("{0}")]
+    Restless(String),
     /// The source changed during a read, although it is not served.
     #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync serve\" for an image, \"dsync track add\" for a disk), and run again", .0.display())]
     Moved(PathBuf),
@@ -114,6 +129,8 @@ impl SourceError {
             | SourceError::Rests(_)
             | SourceError::Foreign(_)
             | SourceError::Replaced(_)
+            | SourceError::Shrank { .. }
+            | SourceError::Restless(_)
             | SourceError::Refused(_) => true,
             _ => false,
         }

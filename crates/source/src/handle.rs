@@ -8,7 +8,6 @@ use device::{Dir, Disk, Folder};
 use extents::Bitmap;
 use lineage::Lives;
 
-use crate::SourceError;
 use crate::batches::Batches;
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::control::{Client, ServedView, Status, status};
@@ -19,6 +18,7 @@ use crate::source::{Backing, PathBacking, Source, SourceOptions};
 use crate::state::{About, StateDir, about_in};
 use crate::tally::Counter;
 use crate::view::View;
+use crate::{Gap, SourceError};
 
 /// A source, to be copied from.
 pub struct Handle {
@@ -328,7 +328,7 @@ impl Handle {
     }
 
     /// Why the changes before the next checkpoint are not known; `None` if they are.
-    pub fn lost(&self) -> Result<Option<String>, SourceError> {
+    pub fn lost(&self) -> Result<Option<Gap>, SourceError> {
         match &self.holder {
             Holder::Here(source) => Ok(source.lost()),
             Holder::Live(live) => live.lost(),

@@ -36,6 +36,7 @@ mod discard;
 mod error;
 mod forget;
 mod freeze;
+mod gap;
 mod group;
 mod group_handle;
 mod handle;
@@ -65,6 +66,7 @@ pub use discard::clear;
 pub use error::SourceError;
 pub use forget::{forget_bookmark, forget_source, in_use};
 pub use freeze::{Freeze, FreezeError, Prepared};
+pub use gap::Gap;
 pub use group::{
     Members, Membership, SourceGroup, check_name, check_promotion, group_members, join_group, leave_group,
 };
@@ -74,13 +76,11 @@ pub use group_handle::GroupHandle;
 pub use handle::{Changes, Handle};
 pub use history::trail::{Step, Trail, leave_trail, note_step};
 pub use history::{EpochInfo, History, Position};
-pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
+pub use live::{Cut, CutOptions, FreezeMode, Live};
 pub use lives::lives;
 pub use overwritten::overwritten;
 pub use peek::{doubt, lost, was_served, written_since};
 pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
-#[doc(hidden)]
-pub use stamp::is_other;
 pub use state::{About, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]
 pub use state::{about_in, write_about};

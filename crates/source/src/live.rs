@@ -15,7 +15,6 @@ use serde::{Deserialize, Serialize};
 use trackers::{Tracker, TrackerLock};
 use uuid::Uuid;
 
-use crate::SourceError;
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::convergence::Convergence;
 use crate::discard;
@@ -28,6 +27,7 @@ use crate::stamp::ImageStamp;
 use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Tally;
 use crate::view::View;
+use crate::{Gap, SourceError};
 
 /// Whether file systems may be frozen for the last pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -125,7 +125,7 @@ struct Held<'a> {
 
 struct Epochs {
     history: History,
-    lost: Option<String>,
+    lost: Option<Gap>,
     /// The epoch that the tracker's record follows, as far as this history knows.
     since: Option<Uuid>,
 }
@@ -147,9 +147,6 @@ impl Backing for LiveBacking {
         Ok(self.disk.clone())
     }
 }
-
-/// Why a record of another size than the disk is not trusted.
-pub const RESIZED: &str = "the disk was resized";
 
 /// Why a record that was released to another history is not trusted.
 pub(crate) const OTHER_HISTORY: &str = "what the tracker recorded belongs to another history";
@@ -211,10 +208,10 @@ impl Live {
         lives::open(&*folder, &mut about, history.last(), true)?;
         let since = tracker.released()?;
         let lost = match since {
-            _ if tracker.size() != disk.len() => Some(RESIZED.into()),
+            _ if tracker.size() != disk.len() => Some(Gap::Resized),
             None => Some("the disk was not tracked before".into()),
             // The record has everything since that epoch, whatever the history has learned since.
-            Some(id) if history.knows(id) => tracker.lost()?,
+            Some(id) if history.knows(id) => tracker.lost()?.map(Gap::from),
             Some(_) => Some(OTHER_HISTORY.into()),
         };
         let epochs = Mutex::new(Epochs { history, lost, since });
@@ -249,16 +246,16 @@ impl Live {
     }
 
     /// Why what came before the next checkpoint is not known; `None` if it is.
-    pub fn lost(&self) -> Result<Option<String>, SourceError> {
+    pub fn lost(&self) -> Result<Option<Gap>, SourceError> {
         self.doubt(&self.epochs())
     }
 
-    fn doubt(&self, epochs: &Epochs) -> Result<Option<String>, SourceError> {
+    fn doubt(&self, epochs: &Epochs) -> Result<Option<Gap>, SourceError> {
         match &epochs.lost {
             Some(why) => Ok(Some(why.clone())),
             // The releaser took what was recorded until then.
             None if self.tracker.released()? != epochs.since => Ok(Some(OTHER_HISTORY.into())),
-            None => Ok(self.tracker.lost()?),
+            None => Ok(self.tracker.lost()?.map(Gap::from)),
         }
     }
 
@@ -315,7 +312,7 @@ impl Live {
 
     /// Why writes to the disk stay unknown even after a checkpoint; `None` if a checkpoint helps. To be asked
     /// after a checkpoint.
-    pub fn lost_for_good(&self) -> Result<Option<String>, SourceError> {
+    pub fn lost_for_good(&self) -> Result<Option<Gap>, SourceError> {
         if self.lost()?.is_none() {
             return Ok(None);
         }
@@ -474,7 +471,7 @@ impl Live {
             true => "",
             false => ", or pass --freeze never to take a copy that may mix several moments",
         };
-        Err(SourceError::Refused(format!(
+        Err(SourceError::Restless(format!(
             "{} is being written to past its file systems while these are frozen: stop programs that write to the device itself, \
              or to a partition that is not mounted (\"swapoff\" for swap space){never}",
             paths.join(" or ")
@@ -524,7 +521,7 @@ impl Live {
                 return Err(SourceError::Lost { since: epoch.number, why });
             }
         }
-        Err(SourceError::Refused(format!(
+        Err(SourceError::Restless(format!(
             "{} is being written to, and has no mounted file system to freeze: stop the writer for a moment, or \
              pass --freeze never to take a copy that may mix several moments",
             self.about.path.display()

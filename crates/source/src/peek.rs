@@ -6,20 +6,20 @@ use device::Dir;
 use extents::Bitmap;
 use trackers::{TrackedDisk, Tracker};
 
-use crate::SourceError;
 use crate::control::Client;
 use crate::history::History;
 use crate::live::OTHER_HISTORY;
 use crate::source::Source;
 use crate::stamp::ImageStamp;
 use crate::state::About;
+use crate::{Gap, SourceError};
 
 /// Why the next sync could not use what was recorded since the last epoch of a source, and would compare; `None` if it could.
 /// Ends nothing and takes no lock.
 ///
 /// # Errors
 /// If its state cannot be read, or its server or its tracker fails.
-pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<String>, SourceError> {
+pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<Gap>, SourceError> {
     if let Some(client) = Client::connect(place)? {
         return Ok(client.status()?.lost);
     }
@@ -34,7 +34,7 @@ pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<Str
 ///
 /// # Errors
 /// If its state or its disk cannot be looked at.
-pub fn doubt(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
+pub fn doubt(place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
     Source::doubt(place, about)
 }
 
@@ -45,13 +45,9 @@ pub fn was_served(place: &Path) -> bool {
 }
 
 /// Why the record of a tracker does not say what was written since the last epoch of this history.
-fn record_lost(
-    tracker: &dyn Tracker,
-    about: &About,
-    history: &History,
-) -> Result<Option<String>, SourceError> {
+fn record_lost(tracker: &dyn Tracker, about: &About, history: &History) -> Result<Option<Gap>, SourceError> {
     if let Some(why) = tracker.lost()? {
-        return Ok(Some(why));
+        return Ok(Some(why.into()));
     }
     let follows = tracker.released()?.is_some_and(|id| history.knows(id));
     Ok((!follows || tracker.block_size() != about.block_size).then(|| OTHER_HISTORY.into()))
@@ -69,7 +65,7 @@ pub fn written_since(
     about: &About,
     history: &History,
     into: &Bitmap,
-) -> Result<Option<String>, SourceError> {
+) -> Result<Option<Gap>, SourceError> {
     if let Some(client) = Client::connect(place)? {
         let lost = client.status()?.lost;
         if lost.is_none() {

@@ -18,7 +18,6 @@ use lineage::Point;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
 
-use crate::SourceError;
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::discard;
 use crate::history::{History, Position};
@@ -27,6 +26,7 @@ use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
 use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Tally;
 use crate::view::View;
+use crate::{Gap, SourceError};
 
 /// How to open a source.
 #[derive(Debug, Clone)]
@@ -249,7 +249,7 @@ pub struct Source {
     epochs: Mutex<Epochs>,
     /// Why the changes before the next checkpoint are not known. An inner lock: connections take it during their writes.
     /// Changed with `epochs` locked.
-    lost: Mutex<Option<String>>,
+    lost: Mutex<Option<Gap>>,
     /// An outer lock, taken before `epochs`. The views that are open as `@view` (the empty name) and `@view.NAME`.
     shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
     /// Until when mirrors have brought replicas up to date, in seconds since 1970. An inner lock.
@@ -276,14 +276,14 @@ pub(crate) struct Parts {
 struct Epochs {
     history: History,
     stamp: ImageStamp,
-    /// Why the record is not believed that stands as it was found, until an epoch ends.
-    spared: Option<String>,
+    /// The record that is not believed stands as it was found, until an epoch ends.
+    spared: bool,
 }
 
 /// What a checkpoint finds of a source before it swaps the record.
 struct Present {
     /// Why what was written is not known.
-    lost: Option<String>,
+    lost: Option<Gap>,
     /// The count of foreign writes, to be settled.
     foreign: Option<u64>,
     /// Bytes of the disk.
@@ -348,15 +348,6 @@ impl Drop for SharedView {
             self.disk.drop_view(saved);
         }
     }
-}
-
-fn shrank(path: &Path, was: u64, is: u64) -> SourceError {
-    SourceError::Refused(format!(
-        "source {} shrank from {} to {}: pass --allow-shrink if that is intended",
-        path.display(),
-        device::exact_size(was),
-        device::exact_size(is)
-    ))
 }
 
 impl Source {
@@ -519,14 +510,14 @@ impl Source {
     }
 
     /// Why the record of a source that no process holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
-    pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
+    pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
         let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
         Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place))
     }
 
     /// The same by the folder of its state.
     #[doc(hidden)]
-    pub fn doubt_in(folder: &dyn Folder, backing: &dyn Backing) -> Result<Option<String>, SourceError> {
+    pub fn doubt_in(folder: &dyn Folder, backing: &dyn Backing) -> Result<Option<Gap>, SourceError> {
         if ImageStamp::read(folder)?.is_none() {
             return Ok(Some("writes to the source are not recorded at present".into()));
         }
@@ -569,18 +560,17 @@ impl Source {
         let Parts { mut about, disk, folder, backing, history, identity } = parts;
         let last = history.last().map_or(0, |e| e.number);
         if was > identity.size && !options.allow_shrink {
-            return Err(shrank(&about.path, was, identity.size));
+            return Err(SourceError::Shrank { path: about.path, was, is: identity.size });
         }
         let mut lost = verdict.loss();
         // What only reads leaves the record to one that is told that it holds, as long as it ends no epoch.
-        let mut spared =
-            lost.clone().filter(|_| options.read_only && matches!(verdict, Verdict::Unproven { .. }));
+        let mut spared = options.read_only && matches!(verdict, Verdict::Unproven { .. });
         let closed = ImageStamp::read(&*folder)?;
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
         // until the history has it.
         let mut stamp = ImageStamp {
             clean: false,
-            lost: lost.clone().filter(|_| spared.is_none()),
+            lost: lost.clone().filter(|_| !spared),
             identity: identity.clone(),
             boot: backing.boot().id,
             epoch: last,
@@ -588,13 +578,13 @@ impl Source {
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
             written: None,
             marked: None,
-            durable: closed.as_ref().filter(|_| lost.is_none() || spared.is_some()).map_or(0, |c| c.durable),
+            durable: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable),
             served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = match verdict {
             Verdict::Trusted { power_lost } => (true, power_lost),
-            Verdict::Unproven { power_lost, .. } if spared.is_some() => (true, power_lost),
+            Verdict::Unproven { power_lost, .. } if spared => (true, power_lost),
             _ => (false, false),
         };
         if !trusted {
@@ -605,7 +595,7 @@ impl Source {
         let marked = closed.as_ref().map(|_| disk.dirty().map_err(SourceError::memory(&identity.path)));
         let marked = marked.transpose()?.map(|dirty| dirty.count());
         if let Some(why) = closed.zip(marked).and_then(|(c, marked)| c.is_damaged(marked, identity.size)) {
-            spared = None;
+            spared = false;
             stamp.lost = Some(why.clone());
             lost = Some(why);
         }
@@ -666,12 +656,12 @@ impl Source {
 
     /// Why the changes before the next checkpoint are not known; `None` if they are. Does not wait for a checkpoint in
     /// progress: until that is in the history, the answer is the previous one.
-    pub fn lost(&self) -> Option<String> {
+    pub fn lost(&self) -> Option<Gap> {
         self.doubted().0
     }
 
     /// The same, and the count to settle with the tracker.
-    fn doubted(&self) -> (Option<String>, Option<u64>) {
+    fn doubted(&self) -> (Option<Gap>, Option<u64>) {
         let lost = self.lost.lock().unwrap_or_else(|e| e.into_inner()).clone();
         let foreign = self.disk.foreign();
         (lost.or_else(|| foreign.map(|_| FOREIGN.into())), foreign)
@@ -680,7 +670,7 @@ impl Source {
     /// What was recorded since the last epoch does not hold, for this reason.
     pub(crate) fn outdate(&self, why: &str) {
         let mut epochs = self.epochs();
-        epochs.spared = None;
+        epochs.spared = false;
         self.lost.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| why.into());
     }
 
@@ -829,7 +819,7 @@ impl Source {
                     // soon no record has what it lacks.
                     *self.lost.lock().unwrap_or_else(|e| e.into_inner()) = None;
                     (epochs.stamp.lost, epochs.stamp.larger, epochs.stamp.epoch) = (None, None, epoch.number);
-                    epochs.spared = None;
+                    epochs.spared = false;
                     epochs.stamp.write(&*self.folder)
                 });
                 if let Err(error) = settled {
@@ -1015,7 +1005,7 @@ impl Source {
         self.disk.look(|| changed(&identity))?;
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
-        let doubted = self.doubted().0.filter(|why| epochs.spared.as_ref() != Some(why));
+        let doubted = self.doubted().0.filter(|_| !epochs.spared);
         let (boot, wrote) = (self.backing.boot(), self.disk.last_write());
         let other = || epochs.stamp.other(&identity, &boot, wrote).unwrap_or(REPLACED.into());
         let lost = if replaced { Some(other()) } else { doubted };

@@ -4,7 +4,7 @@
 use device::{Boot, Folder, Identity, Life, Written};
 use serde::{Deserialize, Serialize};
 
-use crate::SourceError;
+use crate::{Gap, SourceError};
 
 const NAME: &str = "stamp";
 
@@ -14,14 +14,13 @@ pub(crate) struct ImageStamp {
     /// The record was closed; while a source is open this is false.
     pub clean: bool,
     /// Why changes were lost since the last checkpoint; to be written into the history as a gap.
-    pub lost: Option<String>,
+    pub lost: Option<Gap>,
     /// The image at that moment.
     pub identity: Identity,
     /// The boot in which the stamp was taken, and the diskseqs beneath the image and its state.
     pub boot: String,
     /// The number of the history's last epoch at that moment. A history that ends earlier has lost what the record of
     /// today does not hold.
-    #[serde(default)]
     pub epoch: u64,
     /// Bytes that the source had before it shrank, until an epoch of its new size is in the history: a command that was
     /// allowed to read the smaller one, and failed, has not agreed to it for others.
@@ -39,7 +38,6 @@ pub(crate) struct ImageStamp {
     #[serde(default, skip_serializing_if = "is_unknown")]
     pub durable: i64,
     /// It was served once: it is a disk in use, and no dump that is made anew now and then.
-    #[serde(default)]
     pub served: bool,
 }
 
@@ -74,15 +72,6 @@ const SET_BACK: &str = "the image was reset to an earlier state, from before its
 /// The loss if something else is at the path now.
 pub(crate) const REPLACED: &str = "another file or device is in its place";
 
-/// The loss if a disk in use has other content than its record ends with, by its times: most likely a backup was put in its place, or its file
-/// system was rolled back. Its replicas may be newer.
-const OTHER: &str = "its content is not what was recorded last";
-
-/// True if why a source's writes are not known says that it has other content than its record ends with.
-pub fn is_other(why: &str) -> bool {
-    why.starts_with(OTHER)
-}
-
 /// The loss after dsync itself has written to a disk, which was a replica then.
 pub(crate) const AS_REPLICA: &str = "dsync wrote to it as a replica";
 
@@ -94,14 +83,14 @@ pub(crate) enum Verdict {
     /// The record is valid.
     Trusted { power_lost: bool },
     /// The record is valid if nothing wrote to the device while dsync did not hold it, which nobody has said: why it is not believed.
-    Unproven { why: String, power_lost: bool },
+    Unproven { why: Gap, power_lost: bool },
     /// The record is not valid.
-    Lost(String),
+    Lost(Gap),
 }
 
 impl Verdict {
     /// Why what was written is not known.
-    pub(crate) fn loss(&self) -> Option<String> {
+    pub(crate) fn loss(&self) -> Option<Gap> {
         match self {
             Verdict::Lost(why) | Verdict::Unproven { why, .. } => Some(why.clone()),
             Verdict::New => Some("the source was not tracked before".into()),
@@ -124,7 +113,7 @@ impl ImageStamp {
     /// Whatever its user says of the disk, its record does not hold any more. Durable on return.
     pub(crate) fn outdate(folder: &dyn Folder, why: &str) -> Result<(), SourceError> {
         match ImageStamp::read(folder)? {
-            Some(stamp) if stamp.lost.as_deref().is_none_or(is_other) => {
+            Some(stamp) if matches!(stamp.lost, None | Some(Gap::OtherContent(_))) => {
                 ImageStamp { lost: Some(why.into()), ..stamp }.write(folder)
             }
             // It says so, or there is none to be trusted.
@@ -133,11 +122,12 @@ impl ImageStamp {
     }
 
     /// Why a record is not believed that was opened with so many blocks, for a disk of this size.
-    pub(crate) fn is_damaged(&self, marked: u64, size: u64) -> Option<String> {
+    pub(crate) fn is_damaged(&self, marked: u64, size: u64) -> Option<Gap> {
         let then = self.marked.filter(|then| self.identity.size == size && *then != marked)?;
-        Some(format!(
+        let why = format!(
             "the record in the state directory is damaged: it had {then} changed blocks, and now has {marked}"
-        ))
+        );
+        Some(why.into())
     }
 
     pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
@@ -146,7 +136,7 @@ impl ImageStamp {
 
     /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
     /// was written to last through its server, in nanoseconds since 1970. Of a device nothing tells.
-    pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64) -> Option<String> {
+    pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64) -> Option<Gap> {
         if !self.served || now.is_block() || self.lost.is_some() {
             return None;
         }
@@ -173,11 +163,11 @@ impl ImageStamp {
             seconds if seconds > 0 => format!("{} before", device::human_time(seconds.unsigned_abs())),
             seconds => format!("{} after", device::human_time(seconds.unsigned_abs())),
         };
-        Some(format!(
-            "{OTHER}: {place}written to last on {}, {age} what was recorded ({})",
+        Some(Gap::OtherContent(format!(
+            "{place}written to last on {}, {age} what was recorded ({})",
             at(now.mtime_ns),
             at(recorded)
-        ))
+        )))
     }
 
     /// Whether the record of this stamp can be trusted for the image as it is.
@@ -301,7 +291,10 @@ mod tests {
         // Rolled back, even to the very state that was opened; or written to after the clock was set back.
         for opened in [1, now.ctime_ns] {
             let verdict = stamp(opened).verdict(&now, &boot, last(changed + 1), false);
-            assert!(matches!(&verdict, Verdict::Lost(why) if why.contains("earlier state")), "{verdict:?}");
+            assert!(
+                matches!(&verdict, Verdict::Lost(why) if why.to_string().contains("earlier state")),
+                "{verdict:?}"
+            );
         }
         let seen = LastWrite { foreign: true, ..last(changed) };
         assert_eq!(stamp(1).verdict(&now, &boot, seen, false), Verdict::Lost(FOREIGN.into()));
@@ -309,7 +302,10 @@ mod tests {
         let late = |seen| LastWrite { time: changed - 1, ..last(seen) };
         assert_eq!(stamp(1).verdict(&now, &boot, late(changed), false), trusted);
         let verdict = stamp(1).verdict(&now, &boot, late(changed - 1), false);
-        assert!(matches!(&verdict, Verdict::Lost(why) if why.contains("another program")), "{verdict:?}");
+        assert!(
+            matches!(&verdict, Verdict::Lost(why) if why.to_string().contains("another program")),
+            "{verdict:?}"
+        );
     }
 
     /// A file system that stamps to the second stamps others' writes as own ones of the same second.
@@ -382,13 +378,16 @@ mod tests {
             assert_eq!(other(&at(stamped)), None, "{clean}");
             assert_eq!(other(&at(stamped - hour)), None, "{clean}");
             assert_eq!(other(&moved(stamped)).is_some(), !clean);
-            assert!(other(&moved(stamped - hour)).is_some_and(|why| why.contains("after what")), "{clean}");
+            assert!(
+                other(&moved(stamped - hour)).is_some_and(|why| why.to_string().contains("after what")),
+                "{clean}"
+            );
             for then in [at(stamped + 3 * hour), moved(stamped + 3 * hour)] {
                 let why = other(&then).unwrap();
-                assert!(is_other(&why) && why.contains("3 h before what was recorded"), "{why}");
+                assert!(why.to_string().contains("3 h before what was recorded"), "{why}");
                 // A dump, and what is said already.
                 assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
-                let lost = Some(String::new());
+                let lost = Some(Gap::Damaged);
                 assert_eq!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
             }
         }
@@ -412,6 +411,8 @@ mod tests {
         let stamp = unclean(Identity { ctime_ns: 1, ..now.clone() }, "an earlier one");
         let verdict = |began| stamp.verdict(&now, &Boot { id: "this one".into(), began }, last, false);
         assert_eq!(verdict(changed + 1), Verdict::Trusted { power_lost: true });
-        assert!(matches!(verdict(changed), Verdict::Lost(why) if why.contains("after the power cut")));
+        assert!(
+            matches!(verdict(changed), Verdict::Lost(why) if why.to_string().contains("after the power cut"))
+        );
     }
 }

@@ -131,7 +131,7 @@ pub fn succeed_in(
         lives: succession.lives.clone(),
         ..About::new(uuid, identity.clone(), block_size)
     };
-    let changes = succession.changes.as_ref().map_err(String::clone);
+    let changes = succession.changes.as_ref().map_err(|why| why.as_str().into());
     let way = (&succession.trail, base);
     History::begin(&*folder, way, succession.moments.clone(), disk.len(), block_size, changes)?;
     let history = History::read(&*folder)?;

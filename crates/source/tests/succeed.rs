@@ -84,7 +84,7 @@ impl Machine {
         }
         let source = self.start(&Power::new(Outage::Kill)).unwrap();
         if let Some(why) = source.lost() {
-            return Some(Err(why));
+            return Some(Err(why.to_string()));
         }
         source.disk().write_at(9 * BLOCK, &[2; 4096]).unwrap();
         source.checkpoint(false).unwrap();

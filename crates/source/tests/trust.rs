@@ -77,7 +77,7 @@ fn a_foreign_write_after_a_clean_stop_is_a_gap_even_at_once() {
         source.close().unwrap();
         scene.foreign_write();
         let source = scene.open();
-        assert!(source.lost().is_some_and(|why| why.contains("not served")), "round {round}");
+        assert!(source.lost().is_some_and(|why| why.to_string().contains("not served")), "round {round}");
         source.checkpoint(false).unwrap();
         assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
         // From the gap on, tracking goes on.
@@ -105,7 +105,7 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
     some_ticks();
     scene.foreign_write();
     let source = scene.open();
-    assert!(source.lost().is_some_and(|why| why.contains("killed")));
+    assert!(source.lost().is_some_and(|why| why.to_string().contains("killed")));
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn a_record_that_is_gone_is_a_gap() {
     }
     some_ticks();
     let source = scene.open();
-    assert!(source.lost().unwrap().contains("record of changed blocks is missing"));
+    assert!(source.lost().unwrap().to_string().contains("record of changed blocks is missing"));
     source.checkpoint(false).unwrap();
     assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
 }
@@ -167,7 +167,10 @@ fn a_record_that_has_lost_bits_is_a_gap() {
             file.write_all_at(&zeroes, kept).unwrap();
         }
         let source = scene.open();
-        assert!(source.lost().is_some_and(|why| why.contains("had 3 changed blocks, and now has")), "{what}");
+        assert!(
+            source.lost().is_some_and(|why| why.to_string().contains("had 3 changed blocks, and now has")),
+            "{what}"
+        );
         source.close().unwrap();
         // Nor by a command that comes later.
         let source = scene.open();
@@ -259,7 +262,7 @@ fn a_still_view_notices_a_writer() {
 fn notices(source: &Source) -> bool {
     (0..300).any(|_| {
         std::thread::sleep(Duration::from_millis(10));
-        source.lost().is_some_and(|why| why.contains("had it open"))
+        source.lost().is_some_and(|why| why.to_string().contains("had it open"))
     })
 }
 
@@ -357,7 +360,7 @@ fn another_file_in_the_place_of_a_served_one_is_not_read() {
     assert!(matches!(error, SourceError::Replaced(_)), "{error}");
     assert!(source.shared_view("").is_err());
     source.close().unwrap();
-    assert!(scene.open().lost().unwrap().contains("in its place"));
+    assert!(scene.open().lost().unwrap().to_string().contains("in its place"));
 }
 
 #[test]
@@ -394,7 +397,7 @@ fn a_history_that_lost_its_end_while_its_server_ran_is_a_gap() {
     bytes[short as usize + 20] ^= 1;
     std::fs::write(&history, bytes).unwrap();
     let source = scene.open();
-    assert!(source.lost().is_some_and(|why| why.contains("history")), "{:?}", source.lost());
+    assert!(source.lost().is_some_and(|why| why.to_string().contains("history")), "{:?}", source.lost());
     source.checkpoint(false).unwrap();
     assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
 }
@@ -484,7 +487,7 @@ fn an_image_that_a_power_cut_set_back_behind_its_history_is_a_gap() {
     for time in [opened, before] {
         let source = open("third", Some(time));
         assert!(
-            source.lost().is_some_and(|why| why.contains("not what was recorded last")),
+            source.lost().is_some_and(|why| why.to_string().contains("not what was recorded last")),
             "{:?}",
             source.lost()
         );

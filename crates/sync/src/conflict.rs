@@ -102,6 +102,17 @@ pub enum Conflict {
         /// The source.
         path: PathBuf,
     },
+    /// A source has ended with its group, and is not a replica yet.
+    #[error(
+        "the demotion of {} with its group {group} was interrupted: run \"dsync demote --group {group}\" again, which completes it",
+        path.display()
+    )]
+    Ending {
+        /// The source.
+        path: PathBuf,
+        /// The group.
+        group: String,
+    },
     /// `tracked` was demanded, and there is no replica yet.
     #[error("no replica at {} yet: run the first sync without --method tracked", .0.display())]
     NoReplica(PathBuf),

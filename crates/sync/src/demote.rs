@@ -371,7 +371,7 @@ fn present(handle: &Handle, earlier: Option<Epoch>) -> Result<Epoch, SyncError> 
 pub(crate) fn written(handle: &Handle, epoch: &Epoch) -> Result<Result<Bitmap, String>, SyncError> {
     match handle.written_after(epoch) {
         Ok((blocks, _)) => Ok(Ok(blocks)),
-        Err(SourceError::Lost { why, .. }) => Ok(Err(why)),
+        Err(SourceError::Lost { why, .. }) => Ok(Err(why.to_string())),
         Err(other) => Err(other.into()),
     }
 }

@@ -43,6 +43,8 @@ pub(crate) struct ReplicaDigests {
     file: Mutex<Option<DigestFile>>,
     /// They match the replica.
     good: bool,
+    /// They are to be of the state that the delta leads to.
+    keeps: bool,
     told: String,
 }
 
@@ -62,7 +64,7 @@ impl ReplicaDigests {
             Err(why) => (None, why),
         };
         let (hash, good) = (asked.hash, file.is_some());
-        Ok(ReplicaDigests { folder, name, hash, good, file: Mutex::new(file), told })
+        Ok(ReplicaDigests { folder, name, hash, good, keeps: true, file: Mutex::new(file), told })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<DigestFile>> {
@@ -87,7 +89,7 @@ impl ReplicaDigests {
             let alone = header.resumes.is_none();
             if let Some(file) = slot.as_mut().filter(|file| self.good && alone && fits(file)) {
                 file.forget()?;
-                return Ok((true, "used".to_owned()));
+                return Ok((true, true, "used".to_owned()));
             }
             let why = match self.good {
                 _ if !alone => "an interrupted transfer was resumed".into(),
@@ -111,13 +113,13 @@ impl ReplicaDigests {
             if !all || !alone {
                 // The next compare creates them.
                 *slot = None;
-                return Ok((false, format!("not kept: {why}")));
+                return Ok((false, false, format!("not kept: {why}")));
             }
             let file = DigestFile::create(&self.folder, &self.name, size, block, self.hash)?;
             *slot = Some(file);
-            Ok((false, format!("created: {why}")))
+            Ok((false, true, format!("created: {why}")))
         })();
-        (self.good, self.told) = begun.map_err(SyncError::io("write the digest file"))?;
+        (self.good, self.keeps, self.told) = begun.map_err(SyncError::io("write the digest file"))?;
         Ok(())
     }
 
@@ -193,7 +195,7 @@ impl ReplicaDigests {
         match file.map(|file| file.seal(nonce)) {
             Some(Ok(())) => self.told,
             Some(Err(error)) => format!("not kept: {error}"),
-            None if self.told.starts_with("not kept") => self.told,
+            None if !self.keeps => self.told,
             None => "not kept: they could not be written, or blocks were moved or unreadable".into(),
         }
     }

@@ -16,6 +16,8 @@ pub enum Class {
     Refused,
     /// The destination is a disk of the same source that has gone another way, which is refused.
     Diverged,
+    /// The replica was modified outside dsync, which is refused.
+    Changed,
     /// Another program uses the source or the replica, which may be free soon.
     Busy,
     /// The replica is not where it was: its disk or file system may come back.
@@ -27,7 +29,7 @@ pub enum Class {
 impl Class {
     /// True if something forbids it, and nothing failed.
     pub fn is_refusal(self) -> bool {
-        matches!(self, Class::Refused | Class::Diverged)
+        matches!(self, Class::Refused | Class::Diverged | Class::Changed)
     }
 }
 
@@ -90,6 +92,9 @@ pub enum SyncError {
     /// The disks of a group there have gone another way.
     #[error("{0}")]
     Diverged(String),
+    /// The replica was modified outside dsync.
+    #[error("{0}")]
+    Changed(String),
     /// With one of a group.
     #[error("{}: {error}", path.display())]
     Member {
@@ -117,6 +122,9 @@ impl SyncError {
             SyncError::Replica(e) if e.is_busy() => return Class::Busy,
             SyncError::Link(e) if e.is_busy() => return Class::Busy,
             SyncError::Member { error, .. } => return error.class(),
+            SyncError::Replica(replica::ReplicaError::Changed { .. }) | SyncError::Changed(_) => {
+                return Class::Changed;
+            }
             SyncError::Replica(replica::ReplicaError::Away(_)) | SyncError::Away(_) => return Class::Away,
             SyncError::Unreadable(_) | SyncError::Unverifiable(_) => return Class::Unreadable,
             SyncError::Io { error, .. } if device::is_unreadable(error) => return Class::Unreadable,

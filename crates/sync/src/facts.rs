@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use lineage::{Branch, Lives, Point};
-use source::{Handle, Position, Reached, SourceError, View};
+use source::{Gap, Handle, Position, Reached, SourceError, View};
 
 use crate::error::SyncError;
 use crate::messages::Status;
@@ -30,10 +30,10 @@ pub(crate) fn facts<'a>(
         None => Knowledge::NotAsked,
         Some(Ok(())) => match unknown {
             None => Knowledge::Known,
-            Some(epoch) => Knowledge::Lost(format!(
+            Some(epoch) => Knowledge::Lost(Gap::Told(format!(
                 "parts of the replica may be of epoch {}, which this source does not know: its state is older",
                 epoch.number
-            )),
+            ))),
         },
         Some(Err(SourceError::Lost { why, .. })) => Knowledge::Lost(why),
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use device::{Dir, Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{Group, Intent, KnownReplicas, Lineage, Replica};
-use source::{About, Handle, History, Members, Membership, SourceError, SourceOptions, StateDir, Succession};
+use source::{
+    About, Gap, Handle, History, Members, Membership, SourceError, SourceOptions, StateDir, Succession,
+};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -70,7 +72,7 @@ impl Site for StateDir {
         source::succeed(self, path, succession)
     }
 
-    fn doubt(&self, place: &Path, about: &About) -> Result<Option<String>, SourceError> {
+    fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
         source::doubt(place, about)
     }
 
@@ -80,7 +82,7 @@ impl Site for StateDir {
         about: &About,
         history: &History,
         into: &Bitmap,
-    ) -> Result<Option<String>, SourceError> {
+    ) -> Result<Option<Gap>, SourceError> {
         source::written_since(place, about, history, into)
     }
 

@@ -83,7 +83,7 @@ impl Approach {
             }
             let view = Arc::new(live.checkpoint()?);
             if let Some(why) = live.lost_for_good()? {
-                return Err(Conflict::Unfollowed { path: about.path.clone(), why }.into());
+                return Err(Conflict::Unfollowed { path: about.path.clone(), why: why.to_string() }.into());
             }
             let moment = moment(handle, &view, &self.choice, &self.status, options)?;
             // The requested method applies to the first pass.

@@ -15,7 +15,7 @@ use delta::{Epoch, Header, Method};
 use extents::Bitmap;
 use lineage::{Branch, Lives};
 use replica::State;
-use source::{Bookmark, Position, RESIZED};
+use source::{Bookmark, Gap, Position};
 use uuid::Uuid;
 
 use crate::conflict::{Conflict, Diverged, Divergence};
@@ -64,7 +64,7 @@ pub(crate) enum Knowledge {
     /// What changed since each of them.
     Known,
     /// There is a gap since, for this reason.
-    Lost(String),
+    Lost(Gap),
     /// They are of another history, for this reason.
     Foreign(String),
     /// Not queried: the replica has no positions that a history could know.
@@ -177,7 +177,8 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
             Knowledge::Known => return Ok(Choice::tracked(positions)),
             // Trusted only with --adopt.
             Knowledge::NotAsked => "its history was not queried".to_owned(),
-            Knowledge::Lost(why) | Knowledge::Foreign(why) => why.clone(),
+            Knowledge::Lost(why) => why.to_string(),
+            Knowledge::Foreign(why) => why.clone(),
         },
     };
     match options.method {
@@ -211,7 +212,7 @@ pub(crate) fn refuse_emptied(
             Err(Conflict::Emptied {
                 path: facts.path.to_path_buf(),
                 name: facts.name.to_owned(),
-                why: why.clone(),
+                why: why.to_string(),
             })
         }
         _ => Ok(()),
@@ -221,9 +222,9 @@ pub(crate) fn refuse_emptied(
 /// Refuses a source in whose place a backup was put, or whose file system was rolled back: a comparison would take the replica back with it.
 pub(crate) fn refuse_other_content(facts: &Facts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
     match &facts.history {
-        Knowledge::Lost(why) if source::is_other(why) && !options.accept_source && !options.adopt => {
+        Knowledge::Lost(why @ Gap::OtherContent(_)) if !options.accept_source && !options.adopt => {
             let (path, name) = (facts.path.to_path_buf(), facts.name.to_owned());
-            Err(Conflict::OtherContent { path, name, why: why.clone() })
+            Err(Conflict::OtherContent { path, name, why: why.to_string() })
         }
         _ => Ok(()),
     }
@@ -360,7 +361,7 @@ fn allow_live(facts: &Facts<'_>, options: &SyncOptions) -> Result<(), Conflict> 
         return Err(Conflict::LiveRolling(path));
     }
     if facts.live.is_some_and(|disk| disk.resized) {
-        return Err(Conflict::Unfollowed { path, why: RESIZED.into() });
+        return Err(Conflict::Unfollowed { path, why: Gap::Resized.to_string() });
     }
     Ok(())
 }
@@ -381,7 +382,7 @@ pub(crate) struct Moment<'a> {
     /// What is between dense changes may be moved too.
     pub fill: bool,
     /// What a tracked delta carries, or why that is not known; `None` if it was not queried.
-    pub changes: Option<Result<Changes, String>>,
+    pub changes: Option<Result<Changes, Gap>>,
 }
 
 /// What changed between a replica's positions and a moment.
@@ -420,7 +421,7 @@ impl Choice {
             (Method::Tracked, Some(Ok(changes))) => {
                 return Ok(tracked(&positions, changes, &moment, status));
             }
-            (Method::Tracked, Some(Err(why))) => why,
+            (Method::Tracked, Some(Err(why))) => why.to_string(),
             (Method::Tracked, None) => "its history was not queried".to_owned(),
             (Method::Copy, _) => return Ok(copy(trust, &moment, status)),
             (Method::Compare | Method::Rolling, _) => return Ok(compare(method, trust, &moment, status)),
@@ -635,13 +636,14 @@ mod tests {
 
     /// Epoch 5 of a life.
     const COMMON: Point = Point { life: SOURCE, n: 5 << 24 };
-    const OTHER_CONTENT: &str = "its content is not what was recorded last: written to last a day before";
 
     fn chosen(status: &Status, words: &str) -> Result<Choice, Conflict> {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let history = match () {
             () if has("gap") => Knowledge::Lost("the host crashed".into()),
-            () if has("other-content") => Knowledge::Lost(OTHER_CONTENT.into()),
+            () if has("other-content") => {
+                Knowledge::Lost(Gap::OtherContent("written to last a day before".into()))
+            }
             () if has("foreign") => Knowledge::Foreign("it was restored".into()),
             () => Knowledge::Known,
         };

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use replica::Lineage;
 use source::StateDir;
 
+use crate::conflict::Conflict;
 use crate::ended::ended_with;
 use crate::error::SyncError;
 use crate::site::Site;
@@ -81,10 +82,7 @@ fn refuse_ended(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
     let Some((_, about)) = state.source(&path.to_string_lossy())? else { return Ok(()) };
     match ended_with(state, &about)? {
         None => Ok(()),
-        Some(group) => Err(SyncError::Refused(format!(
-            "the demotion of {} with its group {group} was interrupted: run \"dsync demote --group {group}\" again, which completes it",
-            path.display()
-        ))),
+        Some(group) => Err(Conflict::Ending { path: path.to_path_buf(), group }.into()),
     }
 }
 

@@ -7,7 +7,7 @@ use delta::Epoch;
 use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{Group, Intent, KnownReplicas, Lineage, Replica};
-use source::{About, Handle, History, Members, Membership, SourceError, SourceOptions, Succession};
+use source::{About, Gap, Handle, History, Members, Membership, SourceError, SourceOptions, Succession};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -80,7 +80,7 @@ pub trait Site: Sync {
     ///
     /// # Errors
     /// As there.
-    fn doubt(&self, place: &Path, about: &About) -> Result<Option<String>, SourceError>;
+    fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError>;
     /// As [`source::written_since`].
     ///
     /// # Errors
@@ -91,7 +91,7 @@ pub trait Site: Sync {
         about: &About,
         history: &History,
         into: &Bitmap,
-    ) -> Result<Option<String>, SourceError>;
+    ) -> Result<Option<Gap>, SourceError>;
     /// As [`source::forget_source`].
     ///
     /// # Errors

@@ -582,7 +582,7 @@ fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<P
         (_, None) => {
             Err(SyncError::Refused(format!("replica {path} is incomplete: run \"dsync sync\" first")))
         }
-        (epoch, Some(why)) => Err(SyncError::Refused(format!(
+        (epoch, Some(why)) => Err(SyncError::Changed(format!(
             "replica {path} is incomplete, and was modified outside dsync ({why}): {} compares all of it with the source, and \
              overwrites what differs",
             if epoch.is_some() { "\"dsync verify --repair\"" } else { "\"dsync sync --adopt\"" }
@@ -594,7 +594,7 @@ fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<P
 fn known(handle: &Handle, position: &[Position], status: &Status) -> Result<Option<String>, SyncError> {
     match handle.reaches(position) {
         Ok(()) => Ok(None),
-        Err(SourceError::Lost { why, .. }) => Ok(Some(why)),
+        Err(SourceError::Lost { why, .. }) => Ok(Some(why.to_string())),
         Err(SourceError::Foreign(why)) => Err(SyncError::Refused(format!(
             "replica {} does not fit source {}: {why}",
             status.path.display(),

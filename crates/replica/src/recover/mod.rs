@@ -11,7 +11,7 @@ use crate::intent::Intent;
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
 use crate::last_writes::LastWrites;
 use crate::lineage::{self, Lineage, Stamp, StepKind, Toward, Unsure};
-use crate::note::{self, WRITTEN};
+use crate::note::{self, Foreign};
 use crate::replica::Replica;
 use table::{
     Action, Arriving, Asked, Change, Column, Content, End, File, Refusal, Sealed, Situation, Step, decide,
@@ -23,7 +23,7 @@ struct Found {
     /// What is at the destination.
     now: Option<Stamp>,
     /// In what way others have changed it.
-    why: Option<&'static str>,
+    why: Option<Foreign>,
     /// What `journal-whole` holds.
     deltas: Vec<Contents>,
     /// What `journal` holds.
@@ -92,7 +92,7 @@ impl Replica {
 
     fn end(&mut self, end: End, found: &mut Found) -> Result<()> {
         let path = || self.path().to_path_buf();
-        let why = found.why.unwrap_or(WRITTEN);
+        let why = found.why.unwrap_or(Foreign::Written);
         match end {
             End::Open => Ok(()),
             End::Forget => self.forget(),
@@ -105,7 +105,7 @@ impl Replica {
                 Ok(())
             }
             End::Adopt => {
-                found.why.iter().for_each(|why| self.notice(why));
+                found.why.iter().for_each(|why| self.notice(*why));
                 found.now.clone().into_iter().for_each(|now| self.take(now));
                 Ok(())
             }
@@ -238,15 +238,10 @@ impl Replica {
     }
 
     /// In what way others have changed the destination since the lineage was stored, or since own writes that came later.
-    fn changed_since(
-        &self,
-        now: &Stamp,
-        sealed: Sealed,
-        deltas: &[Contents],
-    ) -> Result<Option<&'static str>> {
+    fn changed_since(&self, now: &Stamp, sealed: Sealed, deltas: &[Contents]) -> Result<Option<Foreign>> {
         let before = self.lineage().stamp.as_ref();
         if before.is_some_and(|before| before.inode != now.inode) {
-            return Ok(Some("another file has taken its place"));
+            return Ok(Some(Foreign::OtherFile));
         }
         if let Some(why) = self.changed().filter(|_| !self.is_compared(deltas)) {
             return Ok(Some(why));
@@ -276,7 +271,7 @@ impl Replica {
     /// by comparing: then that mends what they did.
     fn is_compared(&self, deltas: &[Contents]) -> bool {
         let first = deltas.first().and_then(|delta| delta.segments.first());
-        let marked = self.lineage().unsure == Unsure::Everything && self.changed() == Some(WRITTEN);
+        let marked = self.lineage().unsure == Unsure::Everything && self.changed() == Some(Foreign::Written);
         marked && first.is_some_and(|s| compares(&s.header) && s.header.binds == Some(self.nonce()))
     }
 
@@ -440,7 +435,7 @@ impl Replica {
             lineage.step.iter_mut().for_each(|step| step.nonce = Uuid::new_v4());
         }
         self.store()?;
-        self.set_changed(Some(found.why.unwrap_or(WRITTEN)));
+        self.set_changed(Some(found.why.unwrap_or(Foreign::Written)));
         self.remove(WHOLE)?;
         self.remove(note::NAME)
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-use device::{Boot, Clock, Dir, Disk};
+use device::{Boot, Clock, Dir, Disk, MediumChange};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use testing::{Loop, Mount, on_disk, run, skipped};
 
@@ -15,6 +15,7 @@ use super::batches;
 use super::world::*;
 use crate::destination::{Destination, DeviceDestination, FileDestination, Name};
 use crate::lineage::Stamp;
+use crate::note::Foreign;
 use crate::{Commit, Options, Replica, ReplicaError, State, inspect, settle};
 
 /// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
@@ -744,7 +745,7 @@ fn a_foreign_write_to_a_device_costs_no_confirmed_batch() {
     let path = disk.device();
     let mut replica = Replica::open(path, &options).unwrap();
     // Whoever plugs in the wrong disk has not written to the right one.
-    drop(replica.touched("another disk is attached under its name"));
+    drop(replica.touched(Foreign::Medium(MediumChange::OtherDisk)));
     assert!(inspect(path, &options).unwrap().unwrap().unsure.is_nothing());
     let nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();

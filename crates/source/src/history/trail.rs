@@ -31,8 +31,8 @@ use device::Folder;
 use extents::Bitmap;
 use uuid::Uuid;
 
-use super::{BEGINS, Entry, Head, History, IDS_KEPT, MAGIC, NAME, encoded, entry_bytes, now};
-use crate::SourceError;
+use super::{Entry, Head, History, IDS_KEPT, MAGIC, NAME, encoded, entry_bytes, now};
+use crate::{Gap, SourceError};
 
 /// Bytes of a trail at which it is tidied, and at every multiple.
 const TIDY_BYTES: u64 = 1 << 20;
@@ -80,7 +80,7 @@ fn write_step(folder: &dyn Folder, step: &Step<'_>) -> io::Result<Range<u64>> {
     if begin < 8 {
         bytes.extend(MAGIC);
         if let Some((from, size)) = step.from {
-            bytes.extend(entry_bytes(&head(&[from], Some(BEGINS), size, step.block_size, None), &[])?);
+            bytes.extend(entry_bytes(&head(&[from], Some(Gap::Begins), size, step.block_size, None), &[])?);
         }
     }
     let (from, block_size) = (step.from.map(|(from, _)| from), step.block_size);
@@ -91,11 +91,11 @@ fn write_step(folder: &dyn Folder, step: &Step<'_>) -> io::Result<Range<u64>> {
     let mut epochs: Vec<Epoch> = named.copied().collect();
     epochs.push(step.to);
     epochs.drain(..epochs.len().saturating_sub(IDS_KEPT));
-    let lost = step.changes.err().or(from.is_none().then_some(BEGINS));
+    let lost = step.changes.err().map(Gap::from).or(from.is_none().then_some(Gap::Begins));
     let after = from.filter(|_| names_all || lost.is_none()).map(|from| from.id);
-    let entry =
-        Head { trail: !names_all && lost.is_none(), ..head(&epochs, lost, step.size, block_size, after) };
     let changes = step.changes.ok().filter(|_| lost.is_none()).map_or_else(Vec::new, encoded);
+    let trail = !names_all && lost.is_none();
+    let entry = Head { trail, ..head(&epochs, lost, step.size, block_size, after) };
     let entry = entry_bytes(&entry, &changes)?;
     bytes.extend(entry);
     let at = if begin < 8 { 0 } else { begin };
@@ -103,16 +103,8 @@ fn write_step(folder: &dyn Folder, step: &Step<'_>) -> io::Result<Range<u64>> {
     Ok(at..at + bytes.len() as u64)
 }
 
-fn head(epochs: &[Epoch], lost: Option<&str>, size: u64, block_size: u32, after: Option<Uuid>) -> Head {
-    Head {
-        epochs: epochs.to_vec(),
-        lost: lost.map(str::to_owned),
-        size,
-        block_size,
-        time: now(),
-        after,
-        trail: false,
-    }
+fn head(epochs: &[Epoch], lost: Option<Gap>, size: u64, block_size: u32, after: Option<Uuid>) -> Head {
+    Head { epochs: epochs.to_vec(), lost, size, block_size, time: now(), after, trail: false }
 }
 
 /// Leaves a history behind as the trail of the replica whose folder is `to`: what the source knew while it was one. Durable on return.
@@ -182,7 +174,7 @@ impl Trail {
         match self.entries.last().and_then(|(last, _)| last.epochs.last()) {
             None => {
                 head.epochs.drain(..head.epochs.len() - 1);
-                (head.lost, head.after, head.trail) = (Some(BEGINS.into()), None, false);
+                (head.lost, head.after, head.trail) = (Some(Gap::Begins), None, false);
                 self.entries.push((head, Vec::new()));
             }
             Some(_) => self.entries.push((head, changes)),
@@ -420,15 +412,8 @@ mod tests {
             let (_temp, place) = scratch();
             let trail = Trail::leading_to(&dir, &epoch(base));
             assert!(!trail.epochs().contains(&at));
-            History::begin(
-                &place,
-                (&trail, epoch(base)),
-                vec![epoch(base + 1)],
-                SIZE,
-                4096,
-                Err(String::new()),
-            )
-            .unwrap();
+            History::begin(&place, (&trail, epoch(base)), vec![epoch(base + 1)], SIZE, 4096, Err("".into()))
+                .unwrap();
             let history = History::read(&place).unwrap();
             assert_eq!(history.size_at(&at), None);
             match history.reaches(&[Position { epoch: at, upto: SIZE }]) {
