@@ -596,8 +596,8 @@ impl Source {
         let marked = marked.transpose()?.map(|dirty| dirty.count());
         if let Some(why) = closed.zip(marked).and_then(|(c, marked)| c.is_damaged(marked, identity.size)) {
             spared = false;
-            stamp.lost = Some(why.clone());
-            lost = Some(why);
+            lost = Some(why.into());
+            stamp.lost = lost.clone();
         }
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;

@@ -122,12 +122,11 @@ impl ImageStamp {
     }
 
     /// Why a record is not believed that was opened with so many blocks, for a disk of this size.
-    pub(crate) fn is_damaged(&self, marked: u64, size: u64) -> Option<Gap> {
+    pub(crate) fn is_damaged(&self, marked: u64, size: u64) -> Option<String> {
         let then = self.marked.filter(|then| self.identity.size == size && *then != marked)?;
-        let why = format!(
+        Some(format!(
             "the record in the state directory is damaged: it had {then} changed blocks, and now has {marked}"
-        );
-        Some(why.into())
+        ))
     }
 
     pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {

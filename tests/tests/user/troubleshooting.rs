@@ -6,14 +6,16 @@ use std::path::{Path, PathBuf};
 
 /// What a message begins with in the sources: the text of a kind of error, a refusal that is made where it arises, and a
 /// reason that is put into a sentence.
-const BEGINS: [&str; 18] = [
+const BEGINS: [&str; 20] = [
     "#[error(",
     "ReplicaError::Refused(",
     "ReplicaError::Away(",
     "SyncError::Refused(",
     "SyncError::Diverged(",
     "SyncError::Away(",
+    "SyncError::Changed(",
     "SourceError::Refused(",
+    "SourceError::Restless(",
     "SourceError::Unknown(",
     "SourceError::Foreign(",
     "TrackError::Refused(",
