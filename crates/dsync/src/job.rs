@@ -189,6 +189,9 @@ pub(crate) struct Job {
     lines: Vec<Line>,
 }
 
+/// What no job consents to.
+const CONSENTS: [&str; 2] = ["save_there", "discard_there"];
+
 impl Job {
     pub(crate) fn read(folder: &Path, name: &str) -> Result<Job> {
         if !is_plain(name) {
@@ -322,6 +325,12 @@ impl Job {
     /// The argument that a line sets.
     fn arg(&self, line: &Line) -> Result<&Arg, Failure> {
         let found = self.args().find(|arg| has_key(arg, &line.key));
+        if found.is_some_and(|arg| CONSENTS.contains(&arg.get_id().as_str())) {
+            let key = &line.key;
+            return Err(self.wrong(line, &format!(
+                "\"{key}\" gives up what only a destination has, which is said on a command line, once that is known: remove it"
+            )));
+        }
         found.ok_or_else(|| {
             let command = self.command.get_name();
             let keys = self.args().filter(|arg| !arg.is_hide_set()).map(key_of).chain(["command"]);
@@ -589,6 +598,10 @@ mod tests {
             "vm.conf:8: lanes is set twice, first in line 7",
         );
         wrong(&format!("{MIRROR}create = 1\n"), "vm.conf:7: invalid value \"1\" for create: use yes or no");
+        wrong(
+            "command = sync\nsource = vm\ndestination = far:/vm\ndiscard-there = yes\n",
+            "vm.conf:4: \"discard-there\" gives up what only a destination has, which is said on a command line, once that is known: remove it",
+        );
         wrong(
             &format!("{MIRROR}adopt\n"),
             "vm.conf:7: \"adopt\" has no \"=\": write \"key = value\", and \"key = yes\" for an option without a value",

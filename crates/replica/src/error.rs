@@ -55,7 +55,7 @@ pub enum ReplicaError {
     /// The replica was made the source itself.
     #[error(
         "{} {promoted}, after {at}: it is a source itself now, and merging into it would overwrite what was written there since. \
-         To make it a replica again, sync to it, which says how its writes are saved or given up", path.display()
+         To make it a replica again, run \"dsync demote {}\" where it is: it keeps its writes, and a sync to it then says how they are saved or given up", path.display(), path.display()
     )]
     Promoted {
         /// The destination.

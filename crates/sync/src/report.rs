@@ -75,7 +75,6 @@ pub struct Summary {
     /// Bytes that writers had to save for the view.
     pub view_bytes: u64,
     /// What the destination gave up first, by its user's consent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub given_up: Option<GivenUp>,
     /// Bytes in which the replica differed when it was verified last, and when, if that was not repaired since.
     #[serde(skip)]

@@ -339,7 +339,7 @@ fn a_promoted_disk_that_was_renamed_is_told_what_it_is() {
     refused.says(&[
         "was promoted on",
         "it is a source itself now",
-        "sync to it, which says how its writes are saved",
+        &format!("dsync demote {}", renamed.display()),
     ]);
     assert!(!refused.stderr.contains("--repair"), "{refused}");
     run(&["demote"]).ok();
@@ -1709,13 +1709,13 @@ fn any_command_may_be_killed() {
 fn a_save_begins_anew_what_a_killed_one_has_left() {
     let mut random = Random::new("a killed save");
     let (near, far) = pair(8 * MIB, &mut random);
-    let file = far.new_file();
+    let file = near.new_file();
     let partial = PathBuf::from(format!("{}.partial", file.display()));
     std::fs::write(&partial, b"a part").expect("a file");
     near.write([1], &mut random);
     far.run(&["promote", "--force"]).ok();
-    near.run(&["demote", "--save", file.to_str().expect("a path")]).ok();
-    assert!(!partial.exists());
+    far.sync(&near, &["--save-there", file.to_str().expect("a path")]).ok();
+    assert!(!partial.exists() && file.exists());
 }
 
 /// On the worst day nobody types from memory what a job has: the source, the replica, and how that is reached.

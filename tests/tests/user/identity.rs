@@ -98,7 +98,7 @@ fn a_promoted_replica_is_no_silent_destination() {
             }
             let delta = scene.site.dsync(["extract", "--since", "1"]).arg(&scene.image).ok().stdout;
             scene.site.dsync(["merge"]).arg(&place).input(delta).code(4).says(&["was promoted", "overwrite"]);
-            scene.site.dsync(["recover"]).arg(&place).code(4).says(&["was promoted", "its writes are saved"]);
+            scene.site.dsync(["recover"]).arg(&place).code(4).says(&["was promoted", "dsync demote"]);
             let status = scene.site.dsync(["status"]).arg(&place).ok().text();
             assert!(status.contains("promoted: term"), "{status}");
             for options in [&[][..], &["--repair"], &["--repair", "--commit", "in-place"]] {

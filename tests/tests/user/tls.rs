@@ -165,6 +165,31 @@ fn clients_reach_nothing_but_the_folder() {
     far.sync_to(&scene, &far.destination(".hidden.raw\n"), &[]).code(4);
 }
 
+/// A peer may overwrite replicas in the folder, and no disk that took over there: who is on that host gives it up first.
+#[test]
+fn no_peer_gives_up_a_source() {
+    let mut scene = Scene::new("a source behind a listener", 16 << 20);
+    let far = Listening::for_near(&scene.site);
+    far.sync(&scene, &[]).ok();
+    let replica = far.replica();
+    far.site.dsync(["promote", "--force"]).arg(&replica).ok();
+    let server = far.site.serve(&[&replica], &[]);
+    server.client("vm").write(0, &[7; 4096]).expect("a write");
+    server.stop();
+    scene.change(3);
+    let held = std::fs::read(&replica).expect("a disk");
+    let way = format!("run \"dsync demote {}\" there first", replica.display());
+    let refused = far.sync(&scene, &["--discard-there"]).code(4);
+    refused.says(&["no remote client may give up", &way]);
+    far.site.dsync(["demote"]).arg(&replica).ok();
+    let file = far.site.path("saved.delta").display().to_string();
+    far.sync(&scene, &["--save-there", &file]).code(4).says(&["not allowed for remote clients"]);
+    assert!(std::fs::read(&replica).expect("a disk") == held, "something was given up");
+    far.sync(&scene, &[]).code(4).says(&["was demoted at epoch", "--discard-there"]);
+    far.sync(&scene, &["--discard-there"]).ok();
+    image::assert_equal(&scene.image, &replica);
+}
+
 /// What ends in order is logged as that, whatever was to be done.
 #[test]
 fn nothing_to_do_is_a_session_that_ended_well() {
