@@ -552,7 +552,7 @@ impl Replica {
     /// Forgets the replica: its lineage, its journal and a copy that was begun. The destination stays as it is.
     pub fn disown(mut self) -> Result<()> {
         self.announce()?;
-        self.lose_readers("the replica was forgotten".into())?;
+        self.lose_readers("the replica was forgotten")?;
         // First what makes it a replica: what is left after a crash belongs to nothing.
         self.remove(crate::lineage::NAME)?;
         self.folder.sync().map_err(io_error("sync", self.folder.path()))?;

@@ -223,7 +223,7 @@ impl Replica {
             // Without a note, what is written next could not be told from others' writes after a kill.
             self.reserve_note()?;
             self.announce()?;
-            self.lose_readers("a commit in place overwrites the replica as the delta comes".into())?;
+            self.lose_readers("a commit in place overwrites the replica as the delta comes")?;
         }
         self.step(kind, base.clone(), toward)?;
         self.direct(self.writes_to(), base, toward, header, blank)
