@@ -124,7 +124,8 @@ fn is_full(error: &ReplicaError) -> bool {
 }
 
 fn adopts(error: &SyncError) -> bool {
-    error.to_string().contains("--adopt")
+    let said = error.to_string();
+    said.contains("--adopt") || said.contains("--discard-there")
 }
 
 impl Run {
@@ -1085,6 +1086,7 @@ impl Run {
             let may_ask = known.touched || known.adopting || empty;
             options.adopt = may_ask && last.contains("--adopt");
             options.overwrite = options.adopt;
+            options.give_up = (may_ask && last.contains("--discard-there")).then_some(sync::GiveUp::Discard);
             if known.tainted {
                 options.method = Some(Method::Compare);
             }
