@@ -150,26 +150,32 @@ fn consented(
     begun: impl FnOnce(),
 ) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
-    let facts = facts(handle, &status, name, options)?;
+    let known = facts(handle, &status, name, options)?;
     let mut later = SyncOptions { give_up: None, ..options.clone() };
-    let (status, said, given_up) = match loss(&facts, &status, options)? {
+    let (status, said, given_up) = match loss(&known, &status, options)? {
         Loss::Nothing => {
             let said = said_of_nothing(&status, how);
             (status, Some(said), None)
         }
         Loss::Compared => {
             (later.adopt, later.overwrite) = (true, true);
-            let since = facts.common.map(|epoch| epoch.number);
+            let since = known.common.map(|epoch| epoch.number);
             (status, None, Some(GivenUp { since, bytes: None, saved: None }))
         }
-        Loss::Since(apart) if options.dry_run => {
-            let given_up = GivenUp { since: apart.since, bytes: facts.two.there.bytes, saved: None };
-            later.adopt = apart.since.is_none();
-            (as_if_given_up(handle, status, apart)?, None, Some(given_up))
-        }
         Loss::Since(apart) => {
-            let (status, given_up) = transfer.give_up(apart)?;
-            (status, None, Some(given_up))
+            let expected = as_if_given_up(handle, status, apart)?;
+            // What refuses this source is said before anything is given up.
+            choose(&facts(handle, &expected, name, &later)?, &expected, &later)?;
+            match options.dry_run {
+                true => {
+                    let bytes = known.two.there.bytes;
+                    (expected, None, Some(GivenUp { since: apart.since, bytes, saved: None }))
+                }
+                false => {
+                    let (status, given_up) = transfer.give_up(apart)?;
+                    (status, None, Some(given_up))
+                }
+            }
         }
     };
     let mut summary = bring(handle, Transfer { options: &later, ..transfer }, status, begun)?;
@@ -178,16 +184,17 @@ fn consented(
     Ok(summary)
 }
 
-/// What a destination will be that gives up what was written to it, for an estimate.
+/// What a destination will be once it has given up what was written to it.
 fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Status, SyncError> {
     let source = handle.about().uuid;
     let size = handle.reader()?.len();
-    let replica = match apart.since {
-        Some(since) => {
-            let epoch = handle.epoch(&since.to_string())?;
+    let history = handle.history()?;
+    let replica = match apart.since.and_then(|since| history.by_number(since)) {
+        Some(epoch) => {
             let role = replica::Role::replica(handle.about().term, lives_at(handle, &epoch)?);
             replica::Status { role, ..replica::Status::at(source, epoch, size) }
         }
+        // Of an epoch that is not known here, all is compared.
         None => replica::Status {
             source: Some(source),
             positions: vec![replica::Position { epoch: None, upto: size }],
@@ -195,7 +202,7 @@ fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Statu
             ..replica::Status::nothing()
         },
     };
-    Ok(Status { replica, primary: None, ..status })
+    Ok(Status { replica, primary: None, holds_data: true, ..status })
 }
 
 /// The plan for a view that is taken now.

@@ -545,6 +545,9 @@ fn two_sources_name_the_last_epoch_in_common() {
     );
     let ways = [format!("{discard} {}", ends(&a, &c)), format!("{save} {}", back(&c, &a))];
     refused([&a, &c], a.sync(&c, &[]), &[&apart, &ways[0], &ways[1], "compares everything"]);
+    let file = a.new_file();
+    let dry = summary(c.sync(&a, &["--save-there", file.to_str().expect("a path"), "-n"]));
+    assert_eq!((&dry["method"], file.exists()), (&"compare".into(), false));
     // As it says.
     assert_eq!(summary(a.sync(&c, &["--discard-there"]))["method"], "compare");
     equal(&a, &c);
@@ -589,6 +592,24 @@ fn the_last_word_is_given_once() {
     a.sync(&c, &[]).ok();
     a.towards(&c, &["demote"]).ok();
     c.run(&["promote"]).ok();
+}
+
+/// A source that is refused has nobody give up anything for it.
+#[test]
+fn nothing_is_given_up_for_a_source_that_is_refused() {
+    let mut random = Random::new("consent to a source that is refused");
+    let (near, far) = pair(8 * MIB, &mut random);
+    far.run(&["promote", "--force"]).ok();
+    far.write([1], &mut random);
+    let old = far.copy("old.raw");
+    near.write([2], &mut random);
+    far.write([3], &mut random);
+    // A backup is put in its place.
+    std::fs::rename(&old, &far.disk).expect("a backup");
+    for consent in ["--discard-there", "--save-there=/nowhere/lost.delta"] {
+        refused([&far, &near], far.sync(&near, &[consent]), &["is not the disk that", "--accept-source"]);
+    }
+    assert_eq!(summary(near.run(&["status", "--json"]))["kind"], "source");
 }
 
 /// A sync that was killed after its delta had a name goes on with that.
@@ -1494,7 +1515,7 @@ fn through(
         if output.status.success() || done(&output) {
             return kills;
         }
-        assert!(output.stderr.contains("in use") && Instant::now() < until, "{output}");
+        assert!(output.status.code() == Some(6) && Instant::now() < until, "{output}");
         std::thread::sleep(Duration::from_millis(100));
     }
 }
