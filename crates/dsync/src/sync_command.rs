@@ -232,6 +232,12 @@ pub(crate) fn say_given_up(name: &str, given_up: &GivenUp, dry_run: bool, output
         (_, None) => "what only it had".into(),
     };
     let done = if dry_run { "would give up" } else { "gave up" };
+    if given_up.bytes == Some(0) && given_up.saved.is_none() {
+        let done = if dry_run { "would be" } else { "is" };
+        let since = given_up.since.unwrap_or(0);
+        output.say(&format!("{name} {done} a replica again: nothing was written to it since epoch {since}"));
+        return;
+    }
     output.say(&match &given_up.saved {
         Some(file) => {
             format!("{name} {done} {what}, saved there in {0}: \"dsync inspect {0}\"", file.display())

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Dir, Disk, Folder};
 use extents::Bitmap;
-use lineage::Lives;
+use lineage::{Lives, Point};
 
 use crate::batches::Batches;
 use crate::bookmarks::{Bookmarks, Reached};
@@ -265,6 +265,15 @@ impl Handle {
     /// If its state cannot be read.
     pub fn lives(&self) -> Result<Lives, SourceError> {
         lives::lives(&*self.folder, &self.known()?, self.last_epoch()?)
+    }
+
+    /// The lives that led to one of its epochs.
+    ///
+    /// # Errors
+    /// If its state cannot be read.
+    pub fn lives_to(&self, epoch: &Epoch) -> Result<Lives, SourceError> {
+        let lives = lives::lives(&*self.folder, &self.known()?, Some(*epoch))?;
+        Ok(lives.upto(Point::number(epoch.number, 0)))
     }
 
     /// Begins a life where it is now: what follows is a branch of its own, as a replica with these lives knows others that followed. The life of a

@@ -52,6 +52,7 @@ pub(crate) fn loss(facts: &Facts<'_>, status: &Status, options: &SyncOptions) ->
 
 const REPLICA: &str = "it is a replica, and only a source records what is written to it";
 const TOO_FAR: &str = "its history does not go back to an epoch that both have";
+const NO_RECORD: &str = "some of what was written to it is in no record";
 const GIVEN_UP: &str = "it was given up before, and a sync has begun to overwrite it";
 
 /// What was given up by an earlier command, without saving it, is saved as long as it is there.
@@ -72,7 +73,10 @@ impl Diverged {
     pub(crate) fn loss(&self) -> (Loss, &'static str) {
         match self.divergence {
             Divergence::TwoSources { there, .. } => {
-                (Loss::Since(Apart { since: self.common.filter(|_| there.reaches) }), TOO_FAR)
+                // Nobody tells since when a disk has changed that others wrote to.
+                let is_known = there.reaches && !there.doubted && there.bytes.is_some();
+                let why = if there.reaches { NO_RECORD } else { TOO_FAR };
+                (Loss::Since(Apart { since: self.common.filter(|_| is_known) }), why)
             }
             Divergence::OtherBranch { demoted: true, .. } => match self.common {
                 None => (Loss::Compared, TOO_FAR),

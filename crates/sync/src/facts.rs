@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use lineage::{Branch, Lives, Point};
+use lineage::{Branch, Lives};
 use source::{Gap, Handle, Position, Reached, SourceError, View};
 
 use crate::error::SyncError;
@@ -66,29 +66,20 @@ pub(crate) fn facts<'a>(
 
 /// Where a replica has later epochs or batches of this source than that knows of: what was recorded since does not hold, and what follows is a
 /// branch of its own.
-pub(crate) fn note_older(handle: &Handle, status: &Status, options: &SyncOptions) -> Result<(), SyncError> {
-    if !options.adopt && is_older(handle, status)? {
+pub(crate) fn note_older(handle: &Handle, branch: Branch, status: &Status, options: &SyncOptions) {
+    if !options.adopt && is_older(handle, branch, status) {
         handle.outdate("its state was restored from a copy");
         // Where it cannot be written, this replica is refused all the same.
         let _ = handle.branch(&status.replica.role.lives);
     }
-    Ok(())
 }
 
 /// True if a replica has later epochs or batches of this source in its present term than that knows of: its state is an older copy.
-pub(crate) fn is_older(handle: &Handle, status: &Status) -> Result<bool, SyncError> {
+pub(crate) fn is_older(handle: &Handle, branch: Branch, status: &Status) -> bool {
     let (about, replica) = (handle.about(), &status.replica);
     let follows = replica.source == Some(about.uuid) && replica.role.term == about.term;
     let is_replica = replica.epoch.is_some() && replica.role.demoted.is_none();
-    if !follows || !is_replica || status.primary.is_some() {
-        return Ok(false);
-    }
-    Ok(matches!(handle.lives()?.relation(&replica.role.lives), Branch::Ahead(_)))
-}
-
-/// The lives that led to an epoch of a source.
-pub(crate) fn lives_at(handle: &Handle, epoch: &delta::Epoch) -> Result<Lives, SyncError> {
-    Ok(handle.lives()?.upto(Point::number(epoch.number, 0)))
+    follows && is_replica && status.primary.is_none() && matches!(branch, Branch::Ahead(_))
 }
 
 /// The moment of a view, for a delta to the replica of `choice`.
@@ -118,7 +109,7 @@ pub(crate) fn moment<'a>(
         path: &about.path,
         source: about.uuid,
         epoch: view.epoch(),
-        lives: lives_at(handle, &view.epoch())?.since(&status.replica.role.lives),
+        lives: handle.lives_to(&view.epoch())?.since(&status.replica.role.lives),
         way: handle.history()?.way(status.replica.epoch.as_ref(), &view.epoch()),
         size: device::Disk::len(view),
         block_size: about.block_size,

@@ -271,8 +271,9 @@ impl<'a> GroupSession<'a> {
         let mut choices = Vec::new();
         for (handle, status, name) in self.each() {
             let (about, size) = (handle.about(), handle.reader()?.len());
-            note_older(handle, status, &self.options)?;
-            choices.push(choose(&facts(handle, status, name, &self.options)?, status, &self.options)?);
+            let known = facts(handle, status, name, &self.options)?;
+            note_older(handle, known.branch, status, &self.options);
+            choices.push(choose(&known, status, &self.options)?);
             if self.options.adopt {
                 refuse_larger((&about.path, about.uuid, size), status, &self.options)?;
             }

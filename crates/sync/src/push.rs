@@ -12,7 +12,7 @@ use crate::account::Account;
 use crate::apart::{Loss, loss, said_of_nothing};
 use crate::cut_hook::around;
 use crate::error::SyncError;
-use crate::facts::{acknowledge, bookmark, facts, lives_at, moment, note_older, present};
+use crate::facts::{acknowledge, bookmark, facts, moment, note_older, present};
 use crate::live::catch_up;
 use crate::messages::{Apart, Open, Status, open, part, text};
 use crate::options::{GiveUp, SyncOptions};
@@ -83,8 +83,9 @@ pub(crate) fn bring(
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
     summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
     summary.recovered.clone_from(&status.replica.recovered);
-    note_older(handle, &status, options)?;
-    let choice = choose(&facts(handle, &status, name, options)?, &status, options)?;
+    let known = facts(handle, &status, name, options)?;
+    note_older(handle, known.branch, &status, options);
+    let choice = choose(&known, &status, options)?;
     if options.adopt {
         let about = handle.about();
         refuse_larger((&about.path, about.uuid, handle.reader()?.len()), &status, options)?;
@@ -168,7 +169,7 @@ fn consented(
             choose(&facts(handle, &expected, name, &later)?, &expected, &later)?;
             match options.dry_run {
                 true => {
-                    let bytes = known.two.there.bytes;
+                    let bytes = known.two.there.bytes.filter(|_| apart.since.is_some());
                     (expected, None, Some(GivenUp { since: apart.since, bytes, saved: None }))
                 }
                 false => {
@@ -191,7 +192,7 @@ fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Statu
     let history = handle.history()?;
     let replica = match apart.since.and_then(|since| history.by_number(since)) {
         Some(epoch) => {
-            let role = replica::Role::replica(handle.about().term, lives_at(handle, &epoch)?);
+            let role = replica::Role::replica(handle.about().term, handle.lives_to(&epoch)?);
             replica::Status { role, ..replica::Status::at(source, epoch, size) }
         }
         // Of an epoch that is not known here, all is compared.

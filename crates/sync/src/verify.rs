@@ -24,7 +24,7 @@ use crate::account::Account;
 use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
-use crate::facts::{bookmark, facts, is_older, lives_at, note_older};
+use crate::facts::{bookmark, facts, is_older, note_older};
 use crate::messages::{Found, Open, PLAN, Plan, Status, VERDICT, open, part, text};
 use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
@@ -254,7 +254,7 @@ impl<'a> Proof<'a> {
         }
         let known = lost.is_none() && is_one_moment(&status);
         let to_view = options.repair && options.ranges.is_empty() && !known;
-        let lives = lives_at(handle, &view.epoch())?;
+        let lives = handle.lives_to(&view.epoch())?;
         let epoch = position[0].epoch;
         let proof = Proof { handle, options, status, epoch, lost, view, since, scope, to_view, lives };
         if !proof.to_view {
@@ -510,12 +510,12 @@ fn refuse_sources(
     status: &Status,
     options: &VerifyOptions,
 ) -> Result<(), SyncError> {
-    if status.primary.is_none() && !options.repair && !is_older(handle, status)? {
+    let sync = SyncOptions { way: options.way.clone(), ..SyncOptions::default() };
+    let facts = facts(handle, status, name, &sync)?;
+    if status.primary.is_none() && !options.repair && !is_older(handle, facts.branch, status) {
         return Ok(());
     }
-    let sync = SyncOptions { way: options.way.clone(), ..SyncOptions::default() };
-    note_older(handle, status, &sync)?;
-    let facts = facts(handle, status, name, &sync)?;
+    note_older(handle, facts.branch, status, &sync);
     refuse_diverged(&facts, status, &sync)?;
     refuse_foreign(&facts, status, &sync)?;
     refuse_emptied(&facts, status, &sync)?;

@@ -1424,6 +1424,8 @@ fn what_others_wrote_to_one_of_two_sources_is_not_said_to_be_saved() {
     // Once that was compared for a third disk, it is a gap in the history of a disk of which nothing is doubted now.
     near.sync(&Host::new(), &[]).ok();
     both_say_so();
+    let dry = summary(far.sync(&near, &["--discard-there", "-n"]));
+    assert_eq!((&dry["method"], &dry["given_up"]["bytes"]), (&"compare".into(), &serde_json::Value::Null));
     far.sync(&near, &["--discard-there"]).ok();
     equal(&near, &far);
 }
