@@ -111,6 +111,10 @@ pub(crate) fn give_up(
 ) -> Result<(), SyncError> {
     let journal_dir = journal_dir.map(Path::to_path_buf);
     let lineage = state.lineage(path, &state.opening(journal_dir.as_deref()))?;
+    // Before it is promoted: what fails here has changed nothing.
+    if let GiveUp::Save(file) = how {
+        make_folder_of(file)?;
+    }
     let (open, own) = (state.unsaid(), journal_dir.clone());
     let mut options = DemoteOptions { journal_dir: own, open, ..DemoteOptions::default() };
     let former =
@@ -123,9 +127,6 @@ pub(crate) fn give_up(
         // Opened as a replica, it was found to be as it was left.
         options.open.trust_device |= watch.as_ref().is_some_and(WriteWatch::is_still);
         options.watch = watch.map(Arc::new);
-    }
-    if let GiveUp::Save(file) = how {
-        make_folder_of(file)?;
     }
     let demote =
         |at: At<'_>| demote_if(state, &path.to_string_lossy(), &options, at, progress, &|_, _| Ok(()));
