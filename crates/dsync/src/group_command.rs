@@ -59,60 +59,71 @@ pub(crate) fn sync(
     let destination = Location::folder(&args.source)?;
     let hook = sync_command::hook(&args.live.hook, name, &args.source);
     let options = sync_command::options(args, steering, destination.host.is_some())?;
-    args.consent.give_up(destination.host.is_some())?;
-    let mut options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
+    let give_up = args.consent.give_up(destination.host.is_some())?;
+    let hooked = hook.clone().map(|hook| hook as Arc<dyn CutHook>);
+    let mut options = SyncOptions { hook: hooked, give_up, ..options };
     let (dir, shown) = destination.place()?;
     let group = attach(name, args, state)?;
     group.members().iter().for_each(|handle| effect::on_size(&handle.into(), output));
     let progress = |done, total| output.progress(done, total);
     let pushed = (|| -> Result<_> {
-        give_up(&group, &destination, (args, &mut options), state, output)?;
+        if self::give_up(&group, &destination, (args, &mut options), state, output)? {
+            return Ok(None);
+        }
         let (link, receiving) = destination.connect(&args.far, state)?;
         let pushed = sync::push_group(&group, link, &dir, &shown, &options, &progress);
         if let Some(receiving) = receiving {
             let _ = receiving.join();
         }
-        Ok(pushed.map_err(|error| destination.named(error))?)
+        Ok(Some(pushed.map_err(|error| destination.named(error))?))
     })();
     output.finish();
     hook.inspect(|hook| hook.end(pushed.is_ok(), output));
     let closed: Result<(), SourceError> = group.close();
-    let (summary, members) = pushed?;
+    let pushed = pushed?;
     closed?;
-    tell(&summary, &members, output);
+    match pushed {
+        Some((summary, members)) => tell(&summary, &members, output),
+        None => output.say(&format!("group {name}: what would be sent is known once that is given up")),
+    }
     Ok(0)
 }
 
-/// Has the disks of a group in a folder give up what only they have, one after the other: what is cut off is done again.
+/// Has the disks of a group in a folder give up what only they have, one after the other: what is cut off is done again. All of them are asked
+/// before, so that a refusal finds each as it was. True if it is a dry run, and a disk would have to.
 fn give_up(
     group: &GroupHandle,
     destination: &Location,
     (args, options): (&args::Sync, &mut SyncOptions),
     state: &StateDir,
     output: &Output,
-) -> Result<()> {
-    let Some(how) = options.give_up.take() else { return Ok(()) };
-    for (handle, file) in group.members().iter().zip(group.files()) {
-        let how = match &how {
-            GiveUp::Save(folder) => GiveUp::Save(folder.join(format!("{file}.delta"))),
-            GiveUp::Discard => GiveUp::Discard,
-        };
-        let own = SyncOptions { give_up: Some(how), ..options.clone() };
-        let source = Location::parse(&handle.about().path.to_string_lossy())?;
-        let ends = Ends { source, destination: destination.within(Path::new(file)) };
-        let given_up = ends.converse(&args.far, state, None, |link, path, name| {
-            sync::give_up_member(handle, link, (path, name), &own)
-        });
-        let (given_up, compares) = given_up?;
-        // A sync that adopts compares all of them.
-        options.adopt |= compares;
-        options.overwrite |= compares;
-        let (_, name) = ends.destination.place()?;
-        given_up
-            .iter()
-            .for_each(|given_up| sync_command::say_given_up(&name, given_up, args.dry_run, output));
+) -> Result<bool> {
+    let Some(how) = options.give_up.take() else { return Ok(false) };
+    let asked = options.clone();
+    let mut would = false;
+    for dry_run in [true, false].into_iter().filter(|dry_run| *dry_run || !args.dry_run) {
+        for (handle, file) in group.members().iter().zip(group.files()) {
+            let how = match &how {
+                GiveUp::Save(folder) => GiveUp::Save(folder.join(format!("{file}.delta"))),
+                GiveUp::Discard => GiveUp::Discard,
+            };
+            let own = SyncOptions { give_up: Some(how), dry_run, ..asked.clone() };
+            let source = Location::parse(&handle.about().path.to_string_lossy())?;
+            let ends = Ends { source, destination: destination.within(Path::new(file)) };
+            let (given_up, compares) = ends.converse(&args.far, state, None, |link, path, name| {
+                sync::give_up_member(handle, link, (path, name), &own)
+            })?;
+            // A sync that adopts compares all of them.
+            options.adopt |= compares;
+            options.overwrite |= compares;
+            would |= dry_run && given_up.is_some();
+            let (_, name) = ends.destination.place()?;
+            if let Some(given_up) = given_up.filter(|_| dry_run == args.dry_run) {
+                sync_command::say_given_up(&name, &given_up, dry_run, output);
+            }
+        }
     }
-    Ok(())
+    Ok(args.dry_run && would)
 }
 
 /// Runs a mirror until a signal ends it.

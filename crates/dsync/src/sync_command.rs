@@ -49,7 +49,7 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
         shrink: args.open.allow_shrink,
         accept_source: args.begin.accept_source,
         create: args.begin.create,
-        give_up: args.consent.give_up(false)?,
+        give_up: None,
         existing: false,
         at_view: args.live.at_view,
         compress: args.compress.level,
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
     let named = args.destination.as_deref().unwrap_or_default();
     let ends = Ends::parse(&args.source, named)?;
     let options = options(args, steering, ends.far().is_some())?;
-    args.consent.give_up(ends.destination.host.is_some())?;
+    let give_up = args.consent.give_up(ends.destination.host.is_some())?;
     steering::refuse_hours(&args.far, &ends)?;
     effect::on_way(&ends, &args.far, output);
     effect::on_method(args, output);
@@ -77,7 +77,8 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
         return Err(Failure::usage(how).into());
     }
     let hook = hook(&args.live.hook, &args.source, named);
-    let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
+    let hooked = hook.clone().map(|hook| hook as Arc<dyn CutHook>);
+    let options = SyncOptions { hook: hooked, give_up, ..options };
     let pulls = ends.source.host.is_some();
     let summary = if pulls {
         pull(args, &ends, options, state, output)

@@ -11,7 +11,7 @@ use crate::error::SyncError;
 use crate::facts::facts;
 use crate::messages::{Apart, Open, Status, open, part};
 use crate::options::{GiveUp, SyncOptions};
-use crate::plan::{Facts, Knowledge, refuse_diverged};
+use crate::plan::{Facts, Knowledge, choose, refuse_diverged};
 use crate::report::{GivenUp, Totals};
 use crate::transfer::Transfer;
 
@@ -113,8 +113,81 @@ impl Transfer<'_> {
     }
 }
 
-/// Has one destination of a group give up what only it has, so that the group can be synced to it. Returns what that was, and whether all of
-/// the destination has to be compared, because it is in no record.
+/// What a consent has come to.
+pub(crate) struct Consented {
+    /// What the destination is now; of a dry run, what it would be.
+    pub status: Status,
+    /// How it is to be brought up to date.
+    pub options: SyncOptions,
+    pub given_up: Option<GivenUp>,
+    /// What there is to say where nothing had to be given up.
+    pub said: Option<String>,
+}
+
+/// Has a destination give up what only it has, so that it can be brought up to date.
+///
+/// # Errors
+/// Refused if that is to be saved and cannot be, and if this source would be refused then: nothing is given up for it.
+pub(crate) fn consent(
+    handle: &Handle,
+    transfer: &Transfer<'_>,
+    status: Status,
+    how: &GiveUp,
+) -> Result<Consented, SyncError> {
+    let (name, options) = (transfer.name, transfer.options);
+    let known = facts(handle, &status, name, options)?;
+    let mut later = SyncOptions { give_up: None, ..options.clone() };
+    let (status, given_up, said) = match loss(&known, &status, options)? {
+        Loss::Nothing => {
+            let said = said_of_nothing(&status, how);
+            (status, None, Some(said))
+        }
+        Loss::Compared => {
+            (later.adopt, later.overwrite) = (true, true);
+            let since = known.common.map(|epoch| epoch.number);
+            (status, Some(GivenUp { since, bytes: None, saved: None }), None)
+        }
+        Loss::Since(apart) => {
+            let expected = as_if_given_up(handle, status, apart)?;
+            choose(&facts(handle, &expected, name, &later)?, &expected, &later)?;
+            match options.dry_run {
+                true => {
+                    let bytes = known.two.there.bytes.filter(|_| apart.since.is_some());
+                    (expected, Some(GivenUp { since: apart.since, bytes, saved: None }), None)
+                }
+                false => {
+                    let (status, given_up) = transfer.give_up(apart)?;
+                    (status, Some(given_up), None)
+                }
+            }
+        }
+    };
+    Ok(Consented { status, options: later, given_up, said })
+}
+
+/// What a destination will be once it has given up what was written to it.
+fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Status, SyncError> {
+    let source = handle.about().uuid;
+    let size = handle.reader()?.len();
+    let history = handle.history()?;
+    let replica = match apart.since.and_then(|since| history.by_number(since)) {
+        Some(epoch) => {
+            let role = replica::Role::replica(handle.about().term, handle.lives_to(&epoch)?);
+            replica::Status { role, ..replica::Status::at(source, epoch, size) }
+        }
+        // Of an epoch that is not known here, all is compared.
+        None => replica::Status {
+            source: Some(source),
+            positions: vec![replica::Position { epoch: None, upto: size }],
+            size,
+            ..replica::Status::nothing()
+        },
+    };
+    Ok(Status { replica, primary: None, holds_data: true, ..status })
+}
+
+/// The same for one destination of a group, before the group is synced to it. Returns what that gave up, and whether all of it has to be
+/// compared, because it is in no record.
 ///
 /// # Errors
 /// As for a sync with consent.
@@ -126,19 +199,15 @@ pub fn give_up_member(
 ) -> Result<(Option<GivenUp>, bool), SyncError> {
     let (sender, receiver) = link.split();
     let done = (|| {
+        let Some(how) = &options.give_up else { return Ok((None, false)) };
         let asked = Open::for_sync(destination, options).beside(handle)?;
         let status = open(&sender, &receiver, &asked, None)?;
-        let loss = loss(&facts(handle, &status, name, options)?, &status, options)?;
         let totals = Totals::new(&|_, _| {});
         let (sender, receiver, member) = (&sender, &receiver, (0, false));
         let transfer =
             Transfer { sender, receiver, name, options, totals, in_place: false, member, resends: false };
-        match loss {
-            Loss::Since(apart) if !options.dry_run => {
-                transfer.give_up(apart).map(|(_, given_up)| (Some(given_up), false))
-            }
-            loss => Ok((None, loss == Loss::Compared)),
-        }
+        let done = consent(handle, &transfer, status, how)?;
+        Ok((done.given_up, done.options.adopt))
     })();
     part(sender, &receiver, done)
 }

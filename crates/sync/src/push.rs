@@ -9,15 +9,15 @@ use link::{Link, Receiver, Sender};
 use source::Handle;
 
 use crate::account::Account;
-use crate::apart::{Loss, loss, said_of_nothing};
+use crate::apart::{Consented, consent};
 use crate::cut_hook::around;
 use crate::error::SyncError;
 use crate::facts::{acknowledge, bookmark, facts, moment, note_older, present};
 use crate::live::catch_up;
-use crate::messages::{Apart, Open, Status, open, part, text};
+use crate::messages::{Open, Status, open, part, text};
 use crate::options::{GiveUp, SyncOptions};
 use crate::plan::{Choice, choose, cut_off, refuse_larger};
-use crate::report::{GivenUp, Progress, Summary, Totals};
+use crate::report::{Progress, Summary, Totals};
 use crate::transfer::{Answer, Prepared, Transfer, heard};
 
 /// Brings the replica at the other end of `link` up to date. `name` is how the user named the destination.
@@ -150,60 +150,11 @@ fn consented(
     how: &GiveUp,
     begun: impl FnOnce(),
 ) -> Result<Summary, SyncError> {
-    let (name, options) = (transfer.name, transfer.options);
-    let known = facts(handle, &status, name, options)?;
-    let mut later = SyncOptions { give_up: None, ..options.clone() };
-    let (status, said, given_up) = match loss(&known, &status, options)? {
-        Loss::Nothing => {
-            let said = said_of_nothing(&status, how);
-            (status, Some(said), None)
-        }
-        Loss::Compared => {
-            (later.adopt, later.overwrite) = (true, true);
-            let since = known.common.map(|epoch| epoch.number);
-            (status, None, Some(GivenUp { since, bytes: None, saved: None }))
-        }
-        Loss::Since(apart) => {
-            let expected = as_if_given_up(handle, status, apart)?;
-            // What refuses this source is said before anything is given up.
-            choose(&facts(handle, &expected, name, &later)?, &expected, &later)?;
-            match options.dry_run {
-                true => {
-                    let bytes = known.two.there.bytes.filter(|_| apart.since.is_some());
-                    (expected, None, Some(GivenUp { since: apart.since, bytes, saved: None }))
-                }
-                false => {
-                    let (status, given_up) = transfer.give_up(apart)?;
-                    (status, None, Some(given_up))
-                }
-            }
-        }
-    };
-    let mut summary = bring(handle, Transfer { options: &later, ..transfer }, status, begun)?;
+    let Consented { status, options, given_up, said } = consent(handle, &transfer, status, how)?;
+    let mut summary = bring(handle, Transfer { options: &options, ..transfer }, status, begun)?;
     summary.warnings.extend(said);
     summary.given_up = given_up;
     Ok(summary)
-}
-
-/// What a destination will be once it has given up what was written to it.
-fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Status, SyncError> {
-    let source = handle.about().uuid;
-    let size = handle.reader()?.len();
-    let history = handle.history()?;
-    let replica = match apart.since.and_then(|since| history.by_number(since)) {
-        Some(epoch) => {
-            let role = replica::Role::replica(handle.about().term, handle.lives_to(&epoch)?);
-            replica::Status { role, ..replica::Status::at(source, epoch, size) }
-        }
-        // Of an epoch that is not known here, all is compared.
-        None => replica::Status {
-            source: Some(source),
-            positions: vec![replica::Position { epoch: None, upto: size }],
-            size,
-            ..replica::Status::nothing()
-        },
-    };
-    Ok(Status { replica, primary: None, holds_data: true, ..status })
 }
 
 /// The plan for a view that is taken now.

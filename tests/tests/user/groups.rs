@@ -1205,6 +1205,8 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     };
     back(&[]).code(4).says(&["have diverged", "--save-there FOLDER"]);
     back(&["--save-there", "saved"]).code(2).says(&["absolute path"]);
+    back(&["--discard-there", "-n"]).ok();
+    back(&[]).code(4).says(&["have diverged"]);
     let (members, _) = summaries(&back(&["--save-there", saved.to_str().expect("UTF-8")]).ok());
     for name in NAMES {
         let file = saved.join(format!("{name}.raw.delta"));
