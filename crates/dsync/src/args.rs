@@ -393,8 +393,8 @@ pub(crate) enum Command {
         Nothing may have the disk open: stop its server first. With DST, the replica there is brought up to \
         date and told that there was no more, so that it can be promoted without --force; if telling it \
         fails, run the command again.\n\n\
-        Without DST, the disk only ends to be a source: it keeps what was written to it, and a sync to it \
-        from the disk that took over says what that would overwrite, and takes --save-there or --discard-there.")]
+        Without DST, the disk only stops being a source: it keeps what was written to it. A sync to it from \
+        the disk that took over says what that would overwrite, and takes --save-there or --discard-there.")]
     Demote(Demote),
 
     /// Demonstrate dsync on a scratch disk, in under a minute

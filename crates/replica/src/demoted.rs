@@ -1,5 +1,5 @@
-//! A source that becomes a replica: all that was written to it after an epoch is what it is unsure of, so that the next sync sends
-//! the differences alone. The lineage is made in one step: before it the disk is a source, after it a replica.
+//! A source that becomes a replica: what is given up of it, all that was written after an epoch, is what it is unsure of, so that the next sync
+//! sends the differences alone. The lineage is made in one step: before it the disk is a source, after it a replica.
 
 use std::path::{Path, PathBuf};
 

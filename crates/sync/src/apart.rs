@@ -73,10 +73,8 @@ impl Diverged {
     pub(crate) fn loss(&self) -> (Loss, &'static str) {
         match self.divergence {
             Divergence::TwoSources { there, .. } => {
-                // Nobody tells since when a disk has changed that others wrote to.
-                let is_known = there.reaches && !there.doubted && there.bytes.is_some();
                 let why = if there.reaches { NO_RECORD } else { TOO_FAR };
-                (Loss::Since(Apart { since: self.common.filter(|_| is_known) }), why)
+                (Loss::Since(Apart { since: self.common.filter(|_| there.tells()) }), why)
             }
             Divergence::OtherBranch { demoted: true, .. } => match self.common {
                 None => (Loss::Compared, TOO_FAR),

@@ -250,6 +250,11 @@ impl Since {
         Since { reaches: bytes.is_some(), has: bytes.is_some(), bytes: bytes.flatten(), doubted: false }
     }
 
+    /// It is known what was written to it since an epoch that both have.
+    pub(crate) fn tells(&self) -> bool {
+        self.reaches && !self.doubted && self.bytes.is_some()
+    }
+
     fn told(&self, least: &str) -> String {
         match self.bytes {
             Some(0) if least.is_empty() => "nothing".into(),
@@ -309,8 +314,7 @@ impl Diverged {
         let (path, place) = (path.display(), self.there.display());
         match self.divergence {
             Divergence::TwoSources { here, there } => {
-                // Its history has to go back to an epoch that the other has, too: nothing else tells what only it has.
-                let saves = |side: Since, other: Since| side.reaches && !side.doubted && other.has;
+                let saves = |side: Since, other: Since| side.tells() && other.has;
                 format!(
                     "\nTo keep {path}, run {}\nTo keep {destination}, run {}",
                     consent("SRC DST", destination, saves(there, here)),

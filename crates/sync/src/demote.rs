@@ -131,7 +131,7 @@ pub(crate) fn give_up(
     let demote =
         |at: At<'_>| demote_if(state, &path.to_string_lossy(), &options, at, progress, &|_, _| Ok(()));
     demote(At::Apart(since, how.clone())).map(drop).inspect_err(|_| {
-        // Refused, it is no source again that it was not before.
+        // It was a replica before, and is one again.
         let _ = former.then(|| demote(At::Now(None)));
     })
 }
