@@ -441,6 +441,8 @@ fn what_no_source_plans_is_refused_where_it_is_heard() {
         rolling(SumParams { size: u64::MAX, ..params }),
         Plan { compare: Some(compare), delta: true, ..Plan::default() },
         Plan { compare: Some(Scope { rate: Some(1), ..Scope::whole(SIZE, 4096) }), ..Plan::default() },
+        // Nobody has consented to that.
+        Plan { give_up: Some(crate::messages::Apart { since: Some(1) }), ..Plan::default() },
     ] {
         let text: String = format!("{plan:?}").chars().take(300).collect();
         let error = accuse(&place, &open(replica.clone()), message(&plan)).unwrap_err().to_string();
