@@ -26,6 +26,7 @@
 mod bell;
 mod buffer;
 mod clock;
+mod clone;
 mod container;
 mod disk;
 mod error;
@@ -53,6 +54,7 @@ mod written;
 pub use bell::Bell;
 pub use buffer::Buf;
 pub use clock::{Boot, Clock, Life, grain, stamps_apart};
+pub use clone::{clone_file, differing, likely_differing, tells_places};
 pub use container::container_format;
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};

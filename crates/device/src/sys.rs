@@ -84,3 +84,37 @@ pub(crate) fn clone_range(
     let result = unsafe { libc::ioctl(to.as_raw_fd(), libc::FICLONERANGE as _, range.as_ptr()) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
+
+/// Where the file system keeps a file from an offset on (FIEMAP): some of its extents, the first ones, each as offset, place, length in bytes, and
+/// flags. Empty where there are none. With `flush`, what is cached of it is written out before.
+pub(crate) fn extents(file: &File, from: u64, flush: bool) -> io::Result<Vec<(u64, u64, u64, u32)>> {
+    const FS_IOC_FIEMAP: u32 = 0xc020_660b;
+    const FIEMAP_FLAG_SYNC: u32 = 1;
+    const MOST: u32 = 4096;
+    // struct fiemap: start and length; flags and the number of extents found; the number for which there is room. And struct fiemap_extent: offset,
+    // place, length, two words of nothing, flags and a half of nothing, a word of nothing.
+    const HEAD: usize = 4;
+    const EXTENT: usize = 7;
+    let halves = |a: u32, b: u32| {
+        let ([a, b, c, d], [e, f, g, h]) = (a.to_ne_bytes(), b.to_ne_bytes());
+        u64::from_ne_bytes([a, b, c, d, e, f, g, h])
+    };
+    let half = |word: u64, at: usize| {
+        let bytes = word.to_ne_bytes();
+        u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+    };
+    let mut words = vec![0u64; HEAD + MOST as usize * EXTENT];
+    words[..HEAD].copy_from_slice(&[
+        from,
+        u64::MAX - from,
+        halves(if flush { FIEMAP_FLAG_SYNC } else { 0 }, 0),
+        halves(MOST, 0),
+    ]);
+    // SAFETY: the kernel reads and writes a struct fiemap with room for `MOST` extents after it, which is what `words` has, and it outlives the call.
+    if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP as _, words.as_mut_ptr()) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let found = half(words[2], 4).min(MOST) as usize;
+    let extents = words[HEAD..].chunks_exact(EXTENT).take(found);
+    Ok(extents.map(|extent| (extent[0], extent[1], extent[2], half(extent[5], 0))).collect())
+}

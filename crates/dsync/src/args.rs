@@ -189,10 +189,12 @@ pub(crate) enum Command {
         I/O errors.")]
     Serve(Serve),
 
-    /// Record the writes to a block device in use
+    /// Record the writes to a block device in use, or to an image on XFS or Btrfs
     #[command(after_help = "Examples:\n  \
         dsync track add /dev/sdb\n      \
         mounted or not; nothing is restarted\n  \
+        dsync track add /srv/vm.qcow2\n      \
+        running or not: each sync copies a clone (reflink) of the file\n  \
         dsync status /dev/sdb\n  \
         dsync track remove /dev/sdb\n  \
         dsync track add --group db /dev/sdb\n  \
@@ -204,7 +206,11 @@ pub(crate) enum Command {
         systemctl enable --now \"dsync-track@$(systemd-escape -p /dev/sdb).service\"\n\n\
         The service runs 'dsync track save' after the last file system on it is unmounted, and 'dsync track \
         restore' before the first one is mounted. The record is trusted only if nothing was written in \
-        between.")]
+        between.\n\n\
+        Of an image, the clone of the last sync is kept beside it, in .NAME.dsync. What differs between that \
+        and the next one is what changed, whatever program wrote it; the file system tells it without reading \
+        either. What is overwritten between two syncs takes space twice. Writers wait while a clone is made: \
+        some milliseconds, longer for a file in very many pieces.")]
     Track(Track),
 
     /// Show sources, trackers and replicas, and what each replica lacks
@@ -1065,14 +1071,14 @@ pub(crate) struct Track {
 /// What `track` does.
 #[derive(Debug, Subcommand)]
 pub(crate) enum TrackAction {
-    /// Start to track a disk, a partition, or any other block device
+    /// Start to track a disk, a partition, any other block device, or an image on XFS or Btrfs
     Add {
-        /// The block device
-        #[arg(value_name = "DEV")]
+        /// The block device, or the image
+        #[arg(value_name = "DISK")]
         device: PathBuf,
-        /// The tracker
-        #[arg(long, value_enum, default_value_t = With::Bpf)]
-        with: With,
+        /// The tracker of a block device [default: bpf]
+        #[arg(long, value_enum, hide_default_value = true)]
+        with: Option<With>,
         /// Block size of the record: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         block_size: Option<u64>,
@@ -1086,10 +1092,10 @@ pub(crate) enum TrackAction {
         #[arg(long, value_name = "DEV")]
         meta: Option<PathBuf>,
     },
-    /// Stop tracking, and discard the record
+    /// Stop tracking, and discard the record, or the clone that is kept
     Remove {
-        /// The block device
-        #[arg(value_name = "DEV")]
+        /// The block device, or the image
+        #[arg(value_name = "DISK")]
         device: PathBuf,
     },
     /// Save the record of a device that is no longer in use, for 'restore' after a reboot

@@ -47,6 +47,8 @@ pub(crate) struct SourceStatus {
     /// Nobody has asked to record what is written to it: an image that is compared now and then.
     #[serde(skip)]
     pub is_untracked: bool,
+    /// It is an image that is tracked by clones.
+    pub is_cloned: bool,
     #[serde(serialize_with = "in_words")]
     pub served: Option<Status>,
     pub replicas: Vec<Lacking>,
@@ -261,6 +263,7 @@ impl SourceStatus {
             epochs: history.epochs(),
             lost,
             is_untracked,
+            is_cloned: source::is_cloned(place),
             served,
             replicas,
             first_copies,
@@ -497,6 +500,7 @@ fn say_tracked(status: &SourceStatus, output: &Output) {
         None if trackers::find(&status.path).is_ok_and(|tracker| tracker.is_some()) => {
             output.say("  tracked in the kernel");
         }
+        None if status.is_cloned => output.say("  tracked by clones, of which the last one is kept"),
         None => output.say("  not served"),
     }
 }

@@ -127,11 +127,14 @@ pub(crate) fn hook(args: &args::HookArgs, source: &str, destination: &str) -> Op
 fn push(
     args: &args::Sync,
     ends: &Ends,
-    options: SyncOptions,
+    mut options: SyncOptions,
     state: &StateDir,
     output: &Output,
 ) -> Result<Summary> {
-    let handle = crate::attach(state, &args.source, &args.open)?;
+    let at_once = !options.dry_run && source::is_cut_when_opened(state, &args.source)?;
+    let hook = if at_once { options.hook.take() } else { None };
+    let opening = crate::source_options(&args.open)?;
+    let handle = sync::around(&hook, || sync::attach(state, &args.source, &opening))?;
     if let Err(refused) = check(&(&handle).into(), args, output) {
         handle.close()?;
         return Err(refused.into());

@@ -1,6 +1,7 @@
-//! `dsync track`: trackers of live disks.
+//! `dsync track`: trackers of live disks, and images that are tracked by clones.
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::Result;
 use serde::Serialize;
@@ -31,6 +32,9 @@ pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()>
     if let TrackAction::Add { device, .. } = &args.action {
         refuse_folder(device)?;
     }
+    if let Some(done) = of_image(&args.action, state, output) {
+        return done;
+    }
     let joins = match &args.action {
         TrackAction::Add { device, group: Some(group), .. } => Some((device, group)),
         _ => None,
@@ -44,6 +48,69 @@ pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()>
     act(args, state, output)?;
     // Another name is of the disk that dm-track has made.
     joins.map_or(Ok(()), |(device, group)| join(device, group, state, output))
+}
+
+/// Tracks an image, or ends that; `None` if the disk is a device.
+fn of_image(action: &TrackAction, state: &StateDir, output: &Output) -> Option<Result<()>> {
+    let (TrackAction::Add { device: image, .. }
+    | TrackAction::Remove { device: image }
+    | TrackAction::Save { device: image }
+    | TrackAction::Restore { device: image }) = action;
+    // One that is gone was an image if it is known as one.
+    let known = || state.source(&image.to_string_lossy()).ok().flatten();
+    let is_image = match std::fs::metadata(image) {
+        Ok(found) => found.is_file(),
+        Err(_) => known().is_some_and(|(_, about)| !about.identity.is_block()),
+    };
+    is_image.then(|| match action {
+        TrackAction::Add { with: None, group: None, name: None, meta: None, block_size, .. } => {
+            let block_size = crate::block_size(*block_size)?;
+            add_image(image, block_size, state, output)
+        }
+        TrackAction::Add { .. } => Err(Failure::usage(format!(
+            "--with, --group, --name and --meta are for block devices, and {} is a file: run \"dsync track add {0}\"; images of one \
+             group are served together, with \"dsync serve --group\"",
+            image.display()
+        ))
+        .into()),
+        TrackAction::Remove { .. } if source::untrack(state, image)? => {
+            output.say(&format!("{} is no longer tracked; its clone is removed", image.display()));
+            Ok(())
+        }
+        TrackAction::Remove { .. } => Err(not_tracked(image).into()),
+        TrackAction::Save { .. } | TrackAction::Restore { .. } => Err(Failure::usage(format!(
+            "{} is a file, and has no record to be saved: its clone is kept across reboots",
+            image.display()
+        ))
+        .into()),
+    })
+}
+
+fn add_image(image: &Path, block_size: Option<u32>, state: &StateDir, output: &Output) -> Result<()> {
+    sync::refuse_replica(image, state, "")?;
+    let (epoch, waited) = source::track_by_clones(state, image, block_size)?;
+    let image = image.display();
+    output.say(&format!(
+        "{image} is tracked by clones from now on, its epoch {}; the next \"dsync sync\" compares or copies all of it, later ones send what changed",
+        epoch.number
+    ));
+    output
+        .more("until the next sync, what is overwritten takes space twice: its old content is in the clone");
+    if waited > LONG {
+        output.more(&format!(
+            "its writers waited {} while it was cloned, as they will at each sync: it is in many pieces",
+            units::seconds(waited.as_secs_f64())
+        ));
+    }
+    Ok(())
+}
+
+/// A time for which writers may wait without a word.
+const LONG: Duration = Duration::from_millis(500);
+
+fn not_tracked(disk: &Path) -> Failure {
+    let disk = disk.display();
+    Failure::refused(format!("{disk} is not tracked: \"dsync status\" lists what is"))
 }
 
 /// Names the disk whose mount point was given in its place.
@@ -78,7 +145,7 @@ fn join(device: &Path, group: &str, state: &StateDir, output: &Output) -> Result
 
 fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
     match &args.action {
-        TrackAction::Add { device, with: With::Dm, block_size, name, meta, .. } => {
+        TrackAction::Add { device, with: Some(With::Dm), block_size, name, meta, .. } => {
             let name = match (name, device.file_name()) {
                 (Some(name), _) => name.clone(),
                 (None, Some(file)) => format!("{}-tracked", file.to_string_lossy()),
@@ -121,11 +188,7 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
         }
         TrackAction::Remove { device } => {
             if !bpf::remove(device)? && !dm::remove(device)? {
-                return Err(Failure::refused(format!(
-                    "{} is not tracked: \"dsync status\" lists tracked devices",
-                    device.display()
-                ))
-                .into());
+                return Err(not_tracked(device).into());
             }
             output.say(&format!("{} is no longer tracked; its record is discarded", device.display()));
             Ok(())

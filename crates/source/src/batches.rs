@@ -11,8 +11,8 @@ use extents::Bitmap;
 use lineage::Lives;
 
 use crate::SourceError;
+use crate::backing::Backing;
 use crate::control::{Client, ServedBatch};
-use crate::source::Backing;
 use crate::state::About;
 use crate::view::View;
 

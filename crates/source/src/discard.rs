@@ -5,11 +5,13 @@ use std::path::Path;
 use device::{Dir, Folder, FolderLock};
 
 use crate::SourceError;
+use crate::clones;
 use crate::history::History;
 use crate::state::{ABOUT, StateDir};
 
 /// Removes a source's folder. To be called with the state directory locked, so that no process opens it meanwhile.
 pub(crate) fn remove(folder: &dyn Folder, lock: FolderLock) -> Result<(), SourceError> {
+    clones::drop_kept(folder)?;
     clear(folder).map_err(SourceError::state("remove", folder.path()))?;
     lock.remove();
     Ok(())

@@ -70,7 +70,7 @@ pub enum SourceError {
     #[error("{0}")]
     Restless(String),
     /// The source changed during a read, although it is not served.
-    #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync serve\" for an image, \"dsync track add\" for a disk), and run again", .0.display())]
+    #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync track add\" for a disk, or an image on XFS or Btrfs; \"dsync serve\" for any image), and run again", .0.display())]
     Moved(PathBuf),
     /// Another file is at the path of the served one.
     #[error("{} was replaced by another file while it is served: what clients have written is in the file that the server has open, and is gone when that stops. Copy it first (\"nbdcopy\" from the server); then stop the server, put the copy in its place, and serve it again", .0.display())]

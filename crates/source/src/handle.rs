@@ -8,13 +8,15 @@ use device::{Dir, Disk, Folder};
 use extents::Bitmap;
 use lineage::{Lives, Point};
 
+use crate::backing::{Backing, PathBacking};
 use crate::batches::Batches;
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::control::{Client, ServedView, Status, status};
 use crate::history::{History, Position};
 use crate::live::Live;
 use crate::lives;
-use crate::source::{Backing, PathBacking, Source, SourceOptions};
+use crate::peek::is_cloned;
+use crate::source::{Source, SourceOptions};
 use crate::state::{About, StateDir, about_in};
 use crate::tally::Counter;
 use crate::view::View;
@@ -103,6 +105,14 @@ impl Handle {
             return Ok(handle);
         }
         let path = place_of(state, what)?;
+        let is_cloned = state.source(what)?.is_some_and(|(place, _)| is_cloned(&place));
+        if is_cloned {
+            return Err(SourceError::Refused(format!(
+                "{} is tracked by clones, which tell what was written when it is synced: run \"dsync sync\" from a timer, or serve it with \"dsync \
+                 serve\" to mirror it",
+                path.display()
+            )));
+        }
         Err(SourceError::Refused(format!(
             "writes to {} are not recorded: serve it with \"dsync serve\", or track a device with \"dsync track add\"",
             path.display()

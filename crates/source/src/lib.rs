@@ -28,8 +28,10 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod attended;
+mod backing;
 mod batches;
 mod bookmarks;
+mod clones;
 mod control;
 mod convergence;
 mod discard;
@@ -52,10 +54,12 @@ mod stamp;
 mod state;
 mod succeed;
 mod tally;
+mod track;
 mod view;
 mod watchdog;
 
 pub use attended::{Attended, There};
+pub use backing::Backing;
 pub use batches::{Batch, Batches};
 pub use bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
 pub use control::{Client, ControlServer, Status};
@@ -79,8 +83,8 @@ pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
 pub use lives::lives;
 pub use overwritten::overwritten;
-pub use peek::{doubt, lost, was_served, written_since};
-pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
+pub use peek::{doubt, is_cloned, is_cut_when_opened, lost, was_served, written_since};
+pub use source::{BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 pub use state::{About, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]
 pub use state::{about_in, write_about};
@@ -88,4 +92,5 @@ pub use state::{about_in, write_about};
 pub use succeed::succeed_in;
 pub use succeed::{Succession, check_term, succeed};
 pub use tally::{Counter, LastFailure, LastVerify, Tally, Work};
+pub use track::{track_by_clones, untrack};
 pub use view::View;

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use trackers::{Tracker, TrackerLock};
 use uuid::Uuid;
 
+use crate::backing::{Backing, open_reader};
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::convergence::Convergence;
 use crate::discard;
@@ -22,7 +23,6 @@ use crate::freeze::{self, Freeze, FreezeError, Prepared, Rests};
 use crate::history::History;
 use crate::lives;
 use crate::memory_view::{MemoryReader, MemoryView};
-use crate::source::{Backing, open_reader};
 use crate::stamp::ImageStamp;
 use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Tally;

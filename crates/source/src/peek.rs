@@ -6,12 +6,13 @@ use device::Dir;
 use extents::Bitmap;
 use trackers::{TrackedDisk, Tracker};
 
+use crate::clones;
 use crate::control::Client;
 use crate::history::History;
 use crate::live::OTHER_HISTORY;
 use crate::source::Source;
 use crate::stamp::ImageStamp;
-use crate::state::About;
+use crate::state::{About, StateDir};
 use crate::{Gap, SourceError};
 
 /// Why the next sync could not use what was recorded since the last epoch of a source, and would compare; `None` if it could.
@@ -25,8 +26,15 @@ pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<Gap
     }
     match trackers::find(&about.path)? {
         Some(tracker) => record_lost(&*tracker, about, history),
-        None => Source::doubt(place, about),
+        None => match Source::doubt(place, about)? {
+            Some(why) => clones::lost(&opened(place)?, history, why),
+            None => Ok(None),
+        },
     }
+}
+
+fn opened(place: &Path) -> Result<Dir, SourceError> {
+    Dir::existing(place).map_err(SourceError::state("open", place))
 }
 
 /// Why the disk of a source that no process holds may not be as the last command left it that did; `None` if it is. Changes nothing and
@@ -38,10 +46,24 @@ pub fn doubt(place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
     Source::doubt(place, about)
 }
 
-/// True if the source was ever served: then its changes are to be recorded, and that they are not is worth a word.
+/// True if the source was ever served, or tracked by clones: then its changes are to be recorded, and that they are not is worth a word.
 pub fn was_served(place: &Path) -> bool {
     let stamp = Dir::existing(place).ok().and_then(|folder| ImageStamp::read(&folder).ok().flatten());
     stamp.is_some_and(|stamp| stamp.served)
+}
+
+/// True if the moment of a source that a sync copies is that of its opening: a clone of its image is made then.
+///
+/// # Errors
+/// If its state cannot be read.
+pub fn is_cut_when_opened(state: &StateDir, what: &str) -> Result<bool, SourceError> {
+    let Some((place, _)) = state.source(what)? else { return Ok(false) };
+    Ok(is_cloned(&place) && Client::connect(&place)?.is_none())
+}
+
+/// True if the source is an image that is tracked by clones.
+pub fn is_cloned(place: &Path) -> bool {
+    Dir::existing(place).is_ok_and(|folder| clones::are_kept(&folder).unwrap_or(false))
 }
 
 /// Why the record of a tracker does not say what was written since the last epoch of this history.
@@ -74,7 +96,15 @@ pub fn written_since(
         return Ok(lost);
     }
     let Some(tracker) = trackers::find(&about.path)? else {
-        let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
+        let folder = opened(place)?;
+        if let Some(ranges) = clones::written(&folder, history, &about.path)? {
+            let unit = u64::from(about.block_size);
+            for range in ranges {
+                let end = range.end.div_ceil(unit).min(into.blocks());
+                into.set((range.start / unit).min(end)..end);
+            }
+            return Ok(None);
+        }
         let last = history.last().map_or(0, |last| last.number);
         TrackedDisk::add_recorded(&folder, last, about.block_size.into(), into)
             .map_err(SourceError::state("read the records in", place))?;

@@ -1,10 +1,7 @@
 //! A source held by this process: its record, its history, its checkpoints.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
@@ -12,13 +9,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch, Written};
+use device::{Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
 use extents::Bitmap;
 use lineage::Point;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
 
+use crate::backing::{Backing, PathBacking};
 use crate::bookmarks::{Bookmarks, Reached};
+use crate::clones::{self, NewClone};
 use crate::discard;
 use crate::history::{History, Position};
 use crate::lives::{self, Batches};
@@ -35,6 +34,10 @@ pub struct SourceOptions {
     pub block_size: Option<u32>,
     /// No writes go through the source while it is open here.
     pub read_only: bool,
+    /// Track the image by clones from now on, if it is not.
+    pub clones: bool,
+    /// Nothing may write to the disk while it is open here, also if it is tracked by clones: what comes after a clone would be in no sync.
+    pub at_rest: bool,
     /// Write bypassing the page cache.
     pub direct: bool,
     /// Trust the record of a block device across a stop.
@@ -56,6 +59,8 @@ impl Default for SourceOptions {
         SourceOptions {
             block_size: None,
             read_only: false,
+            clones: false,
+            at_rest: false,
             direct: false,
             trust_device: false,
             allow_shrink: false,
@@ -87,130 +92,6 @@ impl SourceOptions {
         let allow_shrink = self.allow_shrink || lost;
         Settings { block_size, region: self.region, intents: self.intents, allow_shrink, clock }
     }
-}
-
-/// What a source must know of its file or device, besides its bytes.
-pub trait Backing: Send + Sync {
-    /// Its present identity.
-    fn identity(&self) -> Result<Identity, SourceError>;
-    /// The boot of the machine.
-    fn boot(&self) -> Boot;
-    /// The clock that stamps it.
-    fn clock(&self) -> Clock {
-        Clock::system()
-    }
-    /// A second way to the same bytes, for readers, bypassing the page cache.
-    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError>;
-    /// The same through the page cache, for recent writes.
-    fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        self.reader()
-    }
-    /// The kernel's count of writes to a block device; `None` where there is none.
-    fn written(&self) -> Option<Written> {
-        None
-    }
-    /// Makes a file durable with its times, and returns the time of change that it had before, in nanoseconds since 1970; 0 where there
-    /// is none.
-    fn durable_time(&self) -> Result<i64, SourceError> {
-        Ok(0)
-    }
-    /// Detects writes by other programs from now on; `None` if the identity shows them.
-    fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
-        Ok(None)
-    }
-}
-
-/// An image file or a block device at a path, also after a move.
-pub(crate) struct PathBacking {
-    identity: Mutex<Identity>,
-    /// Only used to find its path after a move.
-    object: Option<File>,
-    boot: Boot,
-}
-
-impl PathBacking {
-    /// Its state is in `folder`.
-    #[allow(clippy::disallowed_methods, reason = "nothing can be done with it but to ask for its path")]
-    pub(crate) fn new(identity: Identity, folder: &Path) -> PathBacking {
-        let object = File::options().read(true).custom_flags(libc::O_PATH).open(&identity.path).ok();
-        let boot = Boot::of(&[&identity.path, folder]);
-        PathBacking { identity: Mutex::new(identity), object, boot }
-    }
-
-    /// Its identity when it was last checked.
-    fn known(&self) -> std::sync::MutexGuard<'_, Identity> {
-        self.identity.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    fn moved(&self, known: &Identity) -> Option<Identity> {
-        let link = format!("/proc/self/fd/{}", self.object.as_ref()?.as_raw_fd());
-        let now = device::identity(&std::fs::read_link(link).ok()?).ok()?;
-        now.same_object(known).then_some(now)
-    }
-
-    fn open(&self, direct: bool) -> Result<Arc<dyn Disk>, SourceError> {
-        let now = self.identity()?;
-        open_reader(&now.path, &self.known(), direct)
-    }
-}
-
-impl Backing for PathBacking {
-    fn identity(&self) -> Result<Identity, SourceError> {
-        let mut known = self.known();
-        let found = match device::identity(&known.path) {
-            Ok(now) if now.same_object(&known) => return Ok(now),
-            other => other,
-        };
-        match self.moved(&known) {
-            Some(now) => {
-                known.path.clone_from(&now.path);
-                Ok(now)
-            }
-            None => Ok(found?),
-        }
-    }
-    fn boot(&self) -> Boot {
-        self.boot.clone()
-    }
-    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        self.open(true)
-    }
-    fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        self.open(false)
-    }
-    fn written(&self) -> Option<Written> {
-        let now = self.identity().ok().filter(Identity::is_block)?;
-        Written::of(now.dev)
-    }
-    fn durable_time(&self) -> Result<i64, SourceError> {
-        let now = self.identity()?;
-        if now.is_block() {
-            return Ok(0);
-        }
-        // A flush of the content alone may leave the times behind.
-        #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
-        let synced = File::open(&now.path).and_then(|file| file.sync_all());
-        synced.map_err(SourceError::state("flush", &now.path))?;
-        Ok(now.ctime_ns)
-    }
-    fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
-        let known = self.known();
-        let watch = known.is_block().then(|| WriteWatch::begin(&known)).transpose();
-        watch.map_err(SourceError::state("flush", &known.path))
-    }
-}
-
-/// Opens the image for reading: the tracked one, not what may be at its path by now.
-pub(crate) fn open_reader(
-    path: &Path,
-    followed: &Identity,
-    direct: bool,
-) -> Result<Arc<dyn Disk>, SourceError> {
-    let disk = device::open(path, &device::Options { write: false, direct, exclusive: false })?;
-    if !device::identity(path)?.same_object(followed) {
-        return Err(SourceError::Replaced(path.to_path_buf()));
-    }
-    Ok(disk)
 }
 
 /// The result of a checkpoint.
@@ -260,10 +141,14 @@ pub struct Source {
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
     /// Created by this command, which only reads: removed again if it has no epoch.
     fresh: Option<StateDir>,
+    /// An inner lock. The clone of the image that was made at its opening, until it is that of an epoch.
+    clone: Mutex<Option<NewClone>>,
 }
 
 /// What a source is opened from.
 pub(crate) struct Parts {
+    /// Of an image that is tracked by clones.
+    pub clone: Option<NewClone>,
     pub about: About,
     pub disk: Arc<dyn Disk>,
     pub folder: Arc<dyn Folder>,
@@ -379,22 +264,7 @@ impl Source {
                 path.display()
             )));
         }
-        let user = if options.read_only { device::may_change(&path) } else { device::in_use(&path) };
-        if let Some(user) = user {
-            if !options.read_only {
-                return Err(SourceError::Busy { path, holder: user });
-            }
-            let why = match rustix::process::geteuid().is_root() {
-                true => {
-                    "may change while it is read: track it with \"dsync track add\", mount it read-only or copy a snapshot"
-                }
-                false => {
-                    "may change while it is read: if it is tracked, run this as root, because other users cannot see that; else \
-                              track it with \"dsync track add\", mount it read-only or copy a snapshot"
-                }
-            };
-            return Err(SourceError::Refused(format!("{} is {user} and {why}", path.display())));
-        }
+        refuse_used(&path, options)?;
         let minting = state.lock()?;
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
@@ -404,20 +274,24 @@ impl Source {
             device::lock_image(&path, access)
         };
         // A failure leaves no new folder behind; for a known source the folder's lock names the holder.
-        let early = if known.is_none() { Some(lock_image()?) } else { None };
+        let early = if known.is_none() && !options.clones { Some(lock_image()?) } else { None };
         *made = known.is_none().then(|| place.clone());
         let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path, holder }),
         };
+        let folder = Arc::new(folder);
+        let is_cloned = options.read_only && (options.clones || clones::are_kept(&*folder)?);
         let disk = device::open(
             &path,
             &device::Options { write: !options.read_only, direct: options.direct, exclusive: false },
         )?;
         let image = match early {
-            Some(lock) => lock,
-            None => lock_image()?,
+            Some(lock) => Some(lock),
+            // A clone may be made whoever writes.
+            None if is_cloned && !options.at_rest => None,
+            None => Some(lock_image()?),
         };
         let block_size = match (options.block_size, &known) {
             (Some(size), _) => size,
@@ -432,14 +306,21 @@ impl Source {
         let about = About::new(uuid, identity.clone(), block_size);
         let about = match known {
             // Read again: the process that held it may have begun a life.
-            Some((_, known)) => about.in_term_of(about_in(&folder)?.unwrap_or(known)),
+            Some((_, known)) => about.in_term_of(about_in(&*folder)?.unwrap_or(known)),
             None => about,
         };
-        write_about(&folder, &about)?;
+        write_about(&*folder, &about)?;
         drop(minting);
         let backing = Box::new(PathBacking::new(identity, folder.path()));
-        let mut source = Self::over(about, disk, Arc::new(folder), backing, options)?;
-        source.locks = Some((lock, Some(image)));
+        let mut source = match is_cloned {
+            true => Self::over_clone(about, disk, folder, backing, options)?,
+            false => {
+                // What its server records takes their place.
+                clones::drop_kept(&*folder)?;
+                Self::over(about, disk, folder, backing, options)?
+            }
+        };
+        source.locks = Some((lock, image));
         source.fresh = made.is_some().then(|| state.clone()).filter(|_| options.read_only);
         Ok(source)
     }
@@ -548,7 +429,35 @@ impl Source {
         let identity = backing.identity()?;
         let last = history.last().map_or(0, |e| e.number);
         let found = Self::verdict(&*folder, &*backing, &identity, last, options.trust_device)?;
-        Self::begin(Parts { about, disk, folder, backing, history, identity }, found, options)
+        Self::begin(Parts { clone: None, about, disk, folder, backing, history, identity }, found, options)
+    }
+
+    /// The same of an image that is tracked by clones: the disk is a new clone of it, or, if it has to be at rest, the image itself.
+    fn over_clone(
+        about: About,
+        disk: Arc<dyn Disk>,
+        folder: Arc<dyn Folder>,
+        backing: Box<dyn Backing>,
+        options: &SourceOptions,
+    ) -> Result<Source, SourceError> {
+        let history = History::hold(&*folder)?;
+        let clone = NewClone::make(folder.clone(), &about, history.last())?;
+        if options.clones {
+            clones::begin(&*folder)?;
+        }
+        let (disk, backing) = match options.at_rest {
+            true => (disk, backing),
+            false => (clone.disk()?, Box::new(clone.backing()) as Box<dyn Backing>),
+        };
+        let identity = backing.identity()?;
+        let last = history.last().map_or(0, |e| e.number);
+        let (recorded, was, foreign) = Self::verdict(&*folder, &*backing, &identity, last, false)?;
+        let found = (clone.verdict(recorded), was, foreign);
+        Self::begin(
+            Parts { clone: Some(clone), about, disk, folder, backing, history, identity },
+            found,
+            options,
+        )
     }
 
     /// Opens a source by a verdict on its record, the size that its image had, and the times of a foreign write.
@@ -557,7 +466,7 @@ impl Source {
         (verdict, was, foreign): (Verdict, u64, Option<u64>),
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
-        let Parts { mut about, disk, folder, backing, history, identity } = parts;
+        let Parts { clone, mut about, disk, folder, backing, history, identity } = parts;
         let last = history.last().map_or(0, |e| e.number);
         if was > identity.size && !options.allow_shrink {
             return Err(SourceError::Shrank { path: about.path, was, is: identity.size });
@@ -579,7 +488,7 @@ impl Source {
             written: None,
             marked: None,
             durable: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable),
-            served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
+            served: !options.read_only || clone.is_some() || closed.as_ref().is_some_and(|c| c.served),
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = match verdict {
@@ -591,7 +500,8 @@ impl Source {
             stamp.write(&*folder)?;
         }
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
-        let closed = closed.filter(|_| trusted);
+        let told = clone.as_ref().and_then(|clone| clone.since.as_ref().ok());
+        let closed = closed.filter(|_| trusted && told.is_none());
         let marked = closed.as_ref().map(|_| disk.dirty().map_err(SourceError::memory(&identity.path)));
         let marked = marked.transpose()?.map(|dirty| dirty.count());
         if let Some(why) = closed.zip(marked).and_then(|(c, marked)| c.is_damaged(marked, identity.size)) {
@@ -599,6 +509,8 @@ impl Source {
             lost = Some(why.into());
             stamp.lost = lost.clone();
         }
+        // Before the stamp, which says that the record has all.
+        told.map_or(Ok(()), |ranges| disk.mark(ranges))?;
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
         lives::open(&*folder, &mut about, history.last(), options.read_only)?;
@@ -624,7 +536,14 @@ impl Source {
             tending: Some(tending),
             locks: None,
             fresh: None,
+            clone: Mutex::new(clone),
         })
+    }
+
+    /// How long the writers of an image had to wait while it was cloned at its opening.
+    pub(crate) fn waited(&self) -> Duration {
+        let clone = self.clone.lock().unwrap_or_else(|e| e.into_inner());
+        clone.as_ref().map_or(Duration::ZERO, |clone| clone.waited)
     }
 
     /// What the source's folder says of it.
@@ -785,6 +704,7 @@ impl Source {
         if let Some(epoch) = stands.filter(|_| follower.is_none_or(|f| f.pending() == 0)) {
             let saved = if view { Some(self.new_view()?) } else { None };
             if self.disk.view_of_unchanged(saved.as_ref()) {
+                self.keep_clone(epoch)?;
                 let blocks = size.div_ceil(u64::from(self.about.block_size));
                 let changes = Bitmap::try_new(blocks).map_err(SourceError::memory(&self.about.path))?;
                 let changes = Some(Arc::new(changes));
@@ -808,11 +728,16 @@ impl Source {
         let saved = frozen.view.clone();
         let same = stands.filter(|_| frozen.changes.is_clean());
         let epoch = match same {
-            Some(last) => last,
+            Some(last) => {
+                self.keep_clone(last)?;
+                last
+            }
             None => {
                 let epoch = Epoch { number: frozen.number, id: Uuid::new_v4() };
                 let (blocks, changes) = (self.about.block_size, &frozen.changes);
+                let mut clone = self.clone.lock().unwrap_or_else(|e| e.into_inner()).take();
                 let settled = self.backing.durable_time().and_then(|durable| {
+                    clone.as_mut().map_or(Ok(()), |clone| clone.keep(epoch))?;
                     epochs.history.append(epoch, lost.clone(), size, blocks, changes)?;
                     epochs.stamp.durable = durable;
                     // The gap is in the history. And a history that ends before this epoch is not trusted any more:
@@ -831,6 +756,7 @@ impl Source {
                     }
                     return Err(error);
                 }
+                clone.into_iter().for_each(|clone| clone.drop_earlier());
                 epoch
             }
         };
@@ -841,6 +767,13 @@ impl Source {
         }
         let changes = lost.is_none().then(|| Arc::new(frozen.changes));
         Ok((Checkpoint { epoch, saved, changes }, frozen.followed))
+    }
+
+    /// Keeps the clone that was made at the opening as that of an epoch of which there is none, and since which nothing was written.
+    fn keep_clone(&self, epoch: Epoch) -> Result<(), SourceError> {
+        let mut clone = self.clone.lock().unwrap_or_else(|e| e.into_inner());
+        let first = clone.take_if(|clone| clone.since.is_err());
+        first.map_or(Ok(()), |mut clone| clone.keep(epoch))
     }
 
     /// Ends the epochs of several sources at one moment, with a view of each; see [`TrackedDisk::checkpoint_together`]. All callers
@@ -1040,6 +973,25 @@ impl Drop for Source {
             discard::undo(state, self.folder.path(), Some(lock));
         }
     }
+}
+
+/// Refuses a disk that something else uses in a way that forbids to open it so.
+fn refuse_used(path: &Path, options: &SourceOptions) -> Result<(), SourceError> {
+    let user = if options.read_only { device::may_change(path) } else { device::in_use(path) };
+    let Some(user) = user else { return Ok(()) };
+    if !options.read_only {
+        return Err(SourceError::Busy { path: path.to_path_buf(), holder: user });
+    }
+    let why = match rustix::process::geteuid().is_root() {
+        true => {
+            "may change while it is read: track it with \"dsync track add\", mount it read-only or copy a snapshot"
+        }
+        false => {
+            "may change while it is read: if it is tracked, run this as root, because other users cannot see that; else \
+             track it with \"dsync track add\", mount it read-only or copy a snapshot"
+        }
+    };
+    Err(SourceError::Refused(format!("{} is {user} and {why}", path.display())))
 }
 
 /// Ticks without a write after which a region becomes idle.

@@ -13,10 +13,11 @@ use lineage::Lives;
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::backing::{Backing, PathBacking};
 use crate::discard::clear;
 use crate::history::History;
 use crate::history::trail::Trail;
-use crate::source::{Backing, Parts, PathBacking, Source, SourceOptions};
+use crate::source::{Parts, Source, SourceOptions};
 use crate::stamp::Verdict;
 use crate::state::{ABOUT, About, StateDir, write_about};
 
@@ -135,7 +136,8 @@ pub fn succeed_in(
     let way = (&succession.trail, base);
     History::begin(&*folder, way, succession.moments.clone(), disk.len(), block_size, changes)?;
     let history = History::read(&*folder)?;
-    let parts = Parts { about: about.clone(), disk, folder: folder.clone(), backing, history, identity };
+    let parts =
+        Parts { clone: None, about: about.clone(), disk, folder: folder.clone(), backing, history, identity };
     let options = SourceOptions { read_only: true, ..SourceOptions::default() };
     // The replica was just seen to be what its lineage says, and is held.
     let found = (Verdict::Trusted { power_lost: false }, 0, None);

@@ -53,7 +53,9 @@ fn settle(state: &dyn Site, what: &str) -> Result<(), SyncError> {
 
 /// Attaches to the members of a group, which have to be of one promotion.
 pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Result<GroupHandle, SyncError> {
-    attach_members(state, name, |path| attach(state, path, options))
+    // Clones of several images are of several moments.
+    let options = SourceOptions { at_rest: true, ..options.clone() };
+    attach_members(state, name, |path| attach(state, path, &options))
 }
 
 /// The same of a group whose writes are recorded. None of its disks is held, so that their server can be started again.

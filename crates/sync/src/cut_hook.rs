@@ -19,7 +19,10 @@ pub trait CutHook: Debug + Send + Sync {
 }
 
 /// Makes a cut between what its hook is told.
-pub(crate) fn around<T>(
+///
+/// # Errors
+/// Those of the hook, before the cut, and of the cut.
+pub fn around<T>(
     hook: &Option<Arc<dyn CutHook>>,
     cut: impl FnOnce() -> Result<T, SyncError>,
 ) -> Result<T, SyncError> {

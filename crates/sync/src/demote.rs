@@ -167,7 +167,7 @@ pub(crate) fn demote_if(
         )));
     };
     admit(&place, &path)?;
-    let handle = state.attach(what, &options.open)?;
+    let handle = state.attach(what, &SourceOptions { at_rest: true, ..options.open.clone() })?;
     let watch = options.watch.clone().map_or_else(|| watch(&handle, options), |watch| Ok(Some(watch)))?;
     let found = follow(&handle, options, at, progress);
     let about = handle.about().clone();

@@ -333,6 +333,16 @@ impl TrackedDisk {
         Ok(())
     }
 
+    /// Takes into the record what was written before it was opened, in ranges of bytes. Durable on return.
+    ///
+    /// # Errors
+    /// If the record cannot be written.
+    pub fn mark(&self, ranges: &[Range<u64>]) -> Result<(), TrackError> {
+        let record = self.record();
+        ranges.iter().for_each(|range| _ = record.mark(range.start, range.end - range.start));
+        record.sync().map_err(self.failed("cannot write a record"))
+    }
+
     /// Ends the record and begins the next, atomically for the writers; waits for the writes in flight; makes the source
     /// durable. What was frozen stays on disk, and is part of every later answer, until [`TrackedDisk::release`]. At the same
     /// moment a `follower` is cut.

@@ -4,6 +4,7 @@
 mod advice;
 mod chain;
 mod clients;
+mod clones;
 mod device_in_two_roles;
 mod direct;
 mod doors;

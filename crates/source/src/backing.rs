@@ -1,0 +1,135 @@
+//! What a source must know of its file or device, besides its bytes.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use device::{Boot, Clock, Disk, Identity, WriteWatch, Written};
+
+use crate::SourceError;
+
+/// What a source must know of its file or device, besides its bytes.
+pub trait Backing: Send + Sync {
+    /// Its present identity.
+    fn identity(&self) -> Result<Identity, SourceError>;
+    /// The boot of the machine.
+    fn boot(&self) -> Boot;
+    /// The clock that stamps it.
+    fn clock(&self) -> Clock {
+        Clock::system()
+    }
+    /// A second way to the same bytes, for readers, bypassing the page cache.
+    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError>;
+    /// The same through the page cache, for recent writes.
+    fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        self.reader()
+    }
+    /// The kernel's count of writes to a block device; `None` where there is none.
+    fn written(&self) -> Option<Written> {
+        None
+    }
+    /// Makes a file durable with its times, and returns the time of change that it had before, in nanoseconds since 1970; 0 where there
+    /// is none.
+    fn durable_time(&self) -> Result<i64, SourceError> {
+        Ok(0)
+    }
+    /// Detects writes by other programs from now on; `None` if the identity shows them.
+    fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
+        Ok(None)
+    }
+}
+
+/// An image file or a block device at a path, also after a move.
+pub(crate) struct PathBacking {
+    identity: Mutex<Identity>,
+    /// Only used to find its path after a move.
+    object: Option<File>,
+    boot: Boot,
+}
+
+impl PathBacking {
+    /// Its state is in `folder`.
+    #[allow(clippy::disallowed_methods, reason = "nothing can be done with it but to ask for its path")]
+    pub(crate) fn new(identity: Identity, folder: &Path) -> PathBacking {
+        let object = File::options().read(true).custom_flags(libc::O_PATH).open(&identity.path).ok();
+        let boot = Boot::of(&[&identity.path, folder]);
+        PathBacking { identity: Mutex::new(identity), object, boot }
+    }
+
+    /// Its identity when it was last checked.
+    fn known(&self) -> std::sync::MutexGuard<'_, Identity> {
+        self.identity.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn moved(&self, known: &Identity) -> Option<Identity> {
+        let link = format!("/proc/self/fd/{}", self.object.as_ref()?.as_raw_fd());
+        let now = device::identity(&std::fs::read_link(link).ok()?).ok()?;
+        now.same_object(known).then_some(now)
+    }
+
+    fn open(&self, direct: bool) -> Result<Arc<dyn Disk>, SourceError> {
+        let now = self.identity()?;
+        open_reader(&now.path, &self.known(), direct)
+    }
+}
+
+impl Backing for PathBacking {
+    fn identity(&self) -> Result<Identity, SourceError> {
+        let mut known = self.known();
+        let found = match device::identity(&known.path) {
+            Ok(now) if now.same_object(&known) => return Ok(now),
+            other => other,
+        };
+        match self.moved(&known) {
+            Some(now) => {
+                known.path.clone_from(&now.path);
+                Ok(now)
+            }
+            None => Ok(found?),
+        }
+    }
+    fn boot(&self) -> Boot {
+        self.boot.clone()
+    }
+    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        self.open(true)
+    }
+    fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        self.open(false)
+    }
+    fn written(&self) -> Option<Written> {
+        let now = self.identity().ok().filter(Identity::is_block)?;
+        Written::of(now.dev)
+    }
+    fn durable_time(&self) -> Result<i64, SourceError> {
+        let now = self.identity()?;
+        if now.is_block() {
+            return Ok(0);
+        }
+        // A flush of the content alone may leave the times behind.
+        #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
+        let synced = File::open(&now.path).and_then(|file| file.sync_all());
+        synced.map_err(SourceError::state("flush", &now.path))?;
+        Ok(now.ctime_ns)
+    }
+    fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
+        let known = self.known();
+        let watch = known.is_block().then(|| WriteWatch::begin(&known)).transpose();
+        watch.map_err(SourceError::state("flush", &known.path))
+    }
+}
+
+/// Opens the image for reading: the tracked one, not what may be at its path by now.
+pub(crate) fn open_reader(
+    path: &Path,
+    followed: &Identity,
+    direct: bool,
+) -> Result<Arc<dyn Disk>, SourceError> {
+    let disk = device::open(path, &device::Options { write: false, direct, exclusive: false })?;
+    if !device::identity(path)?.same_object(followed) {
+        return Err(SourceError::Replaced(path.to_path_buf()));
+    }
+    Ok(disk)
+}

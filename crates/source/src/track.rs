@@ -1,0 +1,55 @@
+//! Beginning and ending to track an image by clones.
+
+use std::path::Path;
+use std::time::Duration;
+
+use delta::Epoch;
+use device::{Dir, FolderLock};
+
+use crate::SourceError;
+use crate::clones;
+use crate::control::Client;
+use crate::source::{Source, SourceOptions};
+use crate::state::StateDir;
+
+/// Tracks an image by clones from now on: ends its epoch, and keeps a clone of that. The image may be in use, and one that is no source yet
+/// becomes one. What was written to it before is known as far as it was recorded. Returns the epoch, and how long writers waited.
+///
+/// # Errors
+/// `Refused` if its file system makes no clones, and while it is served; `Busy` while a command holds it.
+pub fn track_by_clones(
+    state: &StateDir,
+    image: &Path,
+    block_size: Option<u32>,
+) -> Result<(Epoch, Duration), SourceError> {
+    if let Some((place, about)) = state.source(&image.to_string_lossy())? {
+        if Client::connect(&place)?.is_some() {
+            return Err(SourceError::Refused(format!(
+                "{} is being served, so its writes are recorded already",
+                about.path.display()
+            )));
+        }
+    }
+    let options = SourceOptions { read_only: true, clones: true, block_size, ..SourceOptions::default() };
+    let source = Source::open(state, image, &options)?;
+    let waited = source.waited();
+    let epoch = source.checkpoint(false)?.epoch;
+    source.close()?;
+    Ok((epoch, waited))
+}
+
+/// Ends tracking an image by clones, and removes them. Returns whether it was tracked so.
+///
+/// # Errors
+/// `Busy` while a command holds it; if the state cannot be read or written.
+pub fn untrack(state: &StateDir, what: &Path) -> Result<bool, SourceError> {
+    let Some((place, about)) = state.source(&what.to_string_lossy())? else { return Ok(false) };
+    let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
+    if !clones::are_kept(&folder)? {
+        return Ok(false);
+    }
+    let taken = FolderLock::take(&place).map_err(SourceError::state("lock", &place))?;
+    let _lock = taken.map_err(|holder| SourceError::Busy { path: about.path, holder })?;
+    clones::end(&folder)?;
+    Ok(true)
+}

@@ -1,0 +1,601 @@
+//! Images that are tracked by clones: on XFS and Btrfs the file system says what any program wrote to them, also while they are in use.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use dsync_tests::image::{self, assert_equal, differing_blocks};
+use dsync_tests::mount::Mount;
+use dsync_tests::{Random, Run, Site, need, need_root, rounds, skipped, until};
+use rustix::fs::FallocateFlags;
+
+const MIB: u64 = 1 << 20;
+const BLOCK: u64 = 4096;
+
+/// File systems that make clones: their kind and the options of their mount.
+const KINDS: [(&str, &str); 4] =
+    [("xfs", "loop"), ("btrfs", "loop"), ("btrfs", "loop,nodatacow"), ("btrfs", "loop,compress-force=zstd")];
+
+/// An image on such a file system, and a replica elsewhere.
+struct Cloned {
+    site: Site,
+    place: PathBuf,
+    image: PathBuf,
+    replica: PathBuf,
+    random: Random,
+    _mount: Mount,
+}
+
+impl Cloned {
+    fn new((kind, options): (&str, &str), size: u64, what: &str) -> Option<Cloned> {
+        let make = format!("mkfs.{kind}");
+        let what = &format!("{what} ({kind}, {options})");
+        if !need_root(what) || !need(&[&make], what) {
+            return None;
+        }
+        let site = Site::new();
+        let (disk, place) = (site.image("fs.img", 640 * MIB), site.path("fs"));
+        Run::new(make).arg("-q").arg(&disk).ok();
+        let Some(mount) = Mount::new(&["-o", options], &disk, &place) else {
+            skipped(what, "it cannot be mounted from a loop device here");
+            return None;
+        };
+        let (image, replica) = (place.join("vm.qcow2"), site.path("replica.qcow2"));
+        image::sparse(&image, size);
+        let mut random = Random::new(what);
+        write(&image, 0, &text(&mut random, (size / 4) as usize));
+        Some(Cloned { site, place, image, replica, random, _mount: mount })
+    }
+
+    /// The same, tracked and synced once.
+    fn tracked(kind: (&str, &str), size: u64, what: &str) -> Option<Cloned> {
+        let cloned = Cloned::new(kind, size, what)?;
+        cloned.track("add").ok();
+        cloned.sync(&[]).ok();
+        Some(cloned)
+    }
+
+    fn track(&self, action: &str) -> Run {
+        self.site.dsync(["track", action]).arg(&self.image)
+    }
+
+    fn sync(&self, options: &[&str]) -> Run {
+        self.site.sync(&self.image, &self.replica, options)
+    }
+
+    /// The clones beside the image.
+    fn clones(&self) -> Vec<PathBuf> {
+        let name = self.image.file_name().expect("a name").to_string_lossy();
+        let Ok(entries) = std::fs::read_dir(self.place.join(format!(".{name}.dsync"))) else {
+            return Vec::new();
+        };
+        let paths = entries.flatten().map(|entry| entry.path());
+        paths.filter(|path| path.to_string_lossy().contains("/clone-")).collect()
+    }
+
+    /// The one clone that is kept, which is the moment that was synced last.
+    fn clone(&self) -> PathBuf {
+        let clones = self.clones();
+        assert_eq!(clones.len(), 1, "{clones:?}");
+        clones[0].clone()
+    }
+
+    /// Syncs by the record, and says how many blocks were sent.
+    fn sync_tracked(&self) -> u64 {
+        let done = self.sync(&[]).ok().summary();
+        let method = done["method"].as_str().expect("a method");
+        assert!(["tracked", "none"].contains(&method), "{done}");
+        assert_equal(&self.image, &self.replica);
+        done["blocks_changed"].as_u64().unwrap_or(0)
+    }
+
+    /// Syncs all of it, for this reason.
+    fn sync_compared(&self, why: &str) {
+        let done = self.sync(&[]).ok().summary();
+        assert_eq!(done["method"], "compare", "{done}");
+        assert!(done["trust"].as_str().expect("words").contains(why), "{done}");
+        assert_equal(&self.image, &self.replica);
+    }
+
+    fn change(&mut self, block: u64) {
+        let bytes = self.random.bytes(BLOCK as usize);
+        write(&self.image, block * BLOCK, &bytes);
+    }
+}
+
+/// Bytes that can be packed, and are not the same twice.
+fn text(random: &mut Random, len: usize) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(len + 64);
+    while bytes.len() < len {
+        let word = random.bits().to_le_bytes();
+        let times = 1 + random.index(8);
+        (0..times).for_each(|_| bytes.extend_from_slice(&word));
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+fn write(image: &Path, offset: u64, bytes: &[u8]) {
+    OpenOptions::new()
+        .write(true)
+        .open(image)
+        .and_then(|file| file.write_all_at(bytes, offset))
+        .expect("a write");
+}
+
+/// A program that never stops to write to an image, in all ways.
+struct Writer {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Writer {
+    fn start(image: &Path, mut random: Random) -> Writer {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (file, stopped) =
+            (OpenOptions::new().read(true).write(true).open(image).expect("the image"), stop.clone());
+        let thread = std::thread::spawn(move || {
+            while !stopped.load(SeqCst) {
+                change(&file, &mut random);
+                std::thread::sleep(Duration::from_micros(random.below(2000)));
+            }
+        });
+        Writer { stop, thread: Some(thread) }
+    }
+
+    fn end(&mut self) {
+        self.stop.store(true, SeqCst);
+        self.thread.take().into_iter().for_each(|thread| thread.join().expect("a writer"));
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.stop.store(true, SeqCst);
+    }
+}
+
+/// Writes, punches, preallocates, zeroes, moves or flushes a part of an image.
+fn change(file: &File, random: &mut Random) {
+    let size = file.metadata().expect("the image").len();
+    let most = if random.coin() { 5000 } else { 300_000 };
+    let (offset, len) = (random.below(size - 300_000), 1 + random.below(most));
+    let (block, blocks) = (offset / BLOCK * BLOCK, len.div_ceil(BLOCK) * BLOCK);
+    let keeps = FallocateFlags::KEEP_SIZE;
+    match random.below(10) {
+        0 => _ = rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | keeps, block, blocks),
+        1 => _ = rustix::fs::fallocate(file, keeps, block, blocks),
+        2 => _ = rustix::fs::fallocate(file, FallocateFlags::ZERO_RANGE | keeps, block, blocks),
+        3 => {
+            // As a defragmentation or a guest that copies: the same bytes at another place.
+            let mut bytes = vec![0; blocks as usize];
+            file.read_exact_at(&mut bytes, block).expect("a read");
+            file.write_all_at(&bytes, random.below(size - blocks) / BLOCK * BLOCK).expect("a write");
+        }
+        4 => file.sync_data().expect("a flush"),
+        _ => file.write_all_at(&text(random, len as usize), offset).expect("a write"),
+    }
+}
+
+fn campaign(kind: (&str, &str)) {
+    let what = "an image that is written to all the time";
+    let Some(mut scene) = Cloned::tracked(kind, 128 * MIB, what) else { return };
+    let mut writer = Writer::start(&scene.image, scene.random.fork());
+    let mut before = scene.site.path("before");
+    for round in 0..rounds(8, 60) {
+        std::thread::sleep(Duration::from_millis(scene.random.below(300)));
+        image::copy(&scene.replica, &before);
+        let done = scene.sync(&[]).ok().summary();
+        assert_eq!(done["method"], "tracked", "{done}");
+        // What the clone has is what was there at one moment.
+        assert_equal(&scene.clone(), &scene.replica);
+        let (named, differing) = (
+            done["blocks_changed"].as_u64().expect("a number"),
+            differing_blocks(&before, &scene.replica).len() as u64,
+        );
+        assert!(named >= differing, "{kind:?}: {named} blocks named of {differing}");
+        if round % 4 == 3 {
+            scene.site.dsync(["verify", "--json"]).arg(&scene.image).arg(&scene.replica).ok();
+            before = scene.site.path("before");
+        }
+    }
+    writer.end();
+    scene.sync_tracked();
+}
+
+#[test]
+fn xfs_says_what_was_written_to_an_image_in_use() {
+    campaign(KINDS[0]);
+}
+
+#[test]
+fn btrfs_says_what_was_written_to_an_image_in_use() {
+    campaign(KINDS[1]);
+}
+
+#[test]
+fn btrfs_without_copy_on_write_says_it_too() {
+    campaign(KINDS[2]);
+}
+
+#[test]
+fn of_what_is_packed_the_content_is_compared() {
+    campaign(KINDS[3]);
+}
+
+#[test]
+fn only_what_was_written_is_named() {
+    for kind in KINDS {
+        let Some(mut scene) = Cloned::tracked(kind, 64 * MIB, "few writes") else { return };
+        assert_eq!(scene.sync_tracked(), 0);
+        for block in [3, 700, 701, 9000] {
+            scene.change(block);
+        }
+        let packed = kind.1.contains("compress");
+        let named = scene.sync_tracked();
+        assert!(named == 4 || packed && named <= 4 * 32, "{kind:?}: {named}");
+        // By any program, past any server; and what is the same as before, written again.
+        write(&scene.image, 0, &std::fs::read(scene.clone()).expect("a clone")[..BLOCK as usize]);
+        assert!(scene.sync_tracked() <= if packed { 32 } else { 1 });
+    }
+}
+
+/// A balance moves the content of both clones while their maps are read.
+#[test]
+fn what_is_moved_is_not_missed() {
+    let what = "a balance meanwhile";
+    if !need(&["btrfs"], what) {
+        return;
+    }
+    let Some(mut scene) = Cloned::tracked(KINDS[1], 96 * MIB, what) else { return };
+    let stop = Arc::new(AtomicBool::new(false));
+    let (place, stopped) = (scene.place.clone(), stop.clone());
+    let balance = std::thread::spawn(move || {
+        while !stopped.load(SeqCst) {
+            Run::new("btrfs").args(["balance", "start", "-d"]).arg(&place).output();
+        }
+    });
+    let mut writer = Writer::start(&scene.image, scene.random.fork());
+    for _ in 0..rounds(5, 40) {
+        // Where it never rests, that is said, and all of it is compared.
+        let done = scene.sync(&[]).ok().summary();
+        assert!(["tracked", "compare"].contains(&done["method"].as_str().expect("a method")), "{done}");
+        assert_equal(&scene.clone(), &scene.replica);
+    }
+    writer.end();
+    stop.store(true, SeqCst);
+    balance.join().expect("a balance");
+    scene.change(5);
+    scene.sync(&[]).ok();
+    assert_equal(&scene.image, &scene.replica);
+}
+
+/// Of a packed extent another part can be shared at the same place: the map says the same, and the content differs.
+#[test]
+fn another_part_of_what_is_packed_is_seen() {
+    let what = "another part of a packed extent";
+    if !need(&["xfs_io"], what) {
+        return;
+    }
+    let Some(scene) = Cloned::new(KINDS[3], 16 * MIB, what) else { return };
+    let donor = scene.place.join("donor");
+    std::fs::write(&donor, [[1u8; 65536], [2u8; 65536]].concat()).expect("a file");
+    Run::new("sync").arg(&donor).ok();
+    let share = |from: u64| {
+        let part = format!("reflink {} {from} {} 65536", donor.display(), 8 * MIB);
+        Run::new("xfs_io").args(["-c", &part]).arg(&scene.image).ok();
+    };
+    share(0);
+    scene.track("add").ok();
+    scene.sync(&[]).ok();
+    share(65536);
+    assert_eq!(scene.sync_tracked(), 16);
+}
+
+#[test]
+fn a_sync_that_is_killed_leaves_nothing_behind() {
+    for kind in &KINDS[..2] {
+        let what = "kills of a sync by clones";
+        let Some(mut scene) = Cloned::tracked(*kind, 64 * MIB, what) else { return };
+        for _ in 0..rounds(12, 200) {
+            for _ in 0..1 + scene.random.below(40) {
+                let block = scene.random.below(64 * MIB / BLOCK);
+                scene.change(block);
+            }
+            let mut sync = scene.sync(&[]).start();
+            std::thread::sleep(Duration::from_micros(scene.random.below(150_000)));
+            sync.kill();
+            drop(sync);
+            if scene.random.coin() {
+                // Wherever it was cut off, that costs no comparison.
+                scene.sync_tracked();
+                scene.clone();
+            }
+        }
+        scene.sync_tracked();
+        scene.clone();
+    }
+}
+
+/// Killed at each of its calls that make something durable, or move or remove a file, one after another.
+#[test]
+fn wherever_a_sync_is_cut_off_the_next_one_knows_what_was_written() {
+    let what = "a sync by clones that is killed at each call";
+    if !need(&["strace"], what) {
+        return;
+    }
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, what) else { return };
+    for calls in ["fsync,fdatasync", "/^rename", "/^unlink"] {
+        let (trace, mut at, mut killed) = (format!("trace={calls}"), 1, 0);
+        loop {
+            scene.change(at % 1000);
+            let kill = format!("inject={calls}:signal=KILL:when={at}");
+            let sync = ["-f", "-qq", "-o", "/dev/null", "-e", &trace, "-e", &kill];
+            let strace = dsync_tests::find("strace").expect("strace");
+            let sync = scene.site.run(&strace).args(sync).arg(dsync_tests::site::binary());
+            let done = sync.args(["sync"]).arg(&scene.image).arg(&scene.replica).output();
+            let was_cut_off = !done.status.success();
+            killed += u64::from(was_cut_off);
+            if at % 3 == 0 {
+                // What the record says by itself is true as well.
+                scene.track("remove").ok();
+                scene.sync(&[]).ok();
+                assert_equal(&scene.image, &scene.replica);
+                scene.track("add").ok();
+            }
+            scene.sync_tracked();
+            scene.clone();
+            if !was_cut_off {
+                break;
+            }
+            at += 1;
+        }
+        assert!(killed > 0, "{calls}");
+    }
+}
+
+#[test]
+fn a_clone_that_is_not_what_was_left_says_nothing() {
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "a clone that was changed") else { return };
+    scene.change(7);
+    write(&scene.clone(), 7 * BLOCK, &[0; 4096]);
+    scene.sync_compared("was changed or removed");
+    scene.change(8);
+    std::fs::remove_file(scene.clone()).expect("a clone");
+    let check = scene.site.dsync(["status", "--check"]).arg(&scene.image).code(1).text();
+    assert!(check.contains("tracking is lost") && check.contains("was changed or removed"), "{check}");
+    scene.sync_compared("was changed or removed");
+    scene.change(9);
+    assert_eq!(scene.sync_tracked(), 1);
+    // A new file in its place: whether that is the disk only its user can say.
+    let new = scene.place.join("new");
+    Run::new("cp").arg("--reflink=always").arg(&scene.image).arg(&new).ok();
+    std::fs::rename(&new, &scene.image).expect("a rename");
+    scene.change(10);
+    scene.sync(&[]).code(4).says(&["another file is in its place", "--accept-source"]);
+    scene.sync(&["--accept-source"]).ok();
+    assert_equal(&scene.image, &scene.replica);
+    scene.change(11);
+    assert_eq!(scene.sync_tracked(), 1);
+}
+
+/// An image that is older than what was synced does not take the replica back with it.
+#[test]
+fn a_backup_in_its_place_is_refused() {
+    let Some(mut scene) = Cloned::tracked(KINDS[1], 64 * MIB, "a backup in the place of an image") else {
+        return;
+    };
+    let backup = scene.place.join("backup");
+    Run::new("cp").args(["-p", "--reflink=always"]).arg(&scene.image).arg(&backup).ok();
+    scene.change(7);
+    scene.sync_tracked();
+    std::fs::rename(&backup, &scene.image).expect("a rename");
+    let before = std::fs::read(&scene.replica).expect("the replica");
+    scene.sync(&[]).code(4).says(&["not what was recorded last"]);
+    assert!(before == std::fs::read(&scene.replica).expect("the replica"));
+    assert_eq!(scene.clones().len(), 1);
+}
+
+#[test]
+fn an_image_grows_shrinks_and_moves() {
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "an image of another size") else { return };
+    let size = |bytes| {
+        OpenOptions::new()
+            .write(true)
+            .open(&scene.image)
+            .and_then(|file| file.set_len(bytes))
+            .expect("a size")
+    };
+    size(80 * MIB + 4096);
+    scene.change(70 * MIB / BLOCK);
+    scene.sync_tracked();
+    let size = |bytes| {
+        OpenOptions::new()
+            .write(true)
+            .open(&scene.image)
+            .and_then(|file| file.set_len(bytes))
+            .expect("a size")
+    };
+    size(40 * MIB);
+    scene.sync(&[]).code(4).says(&["shrank", "--allow-shrink"]);
+    scene.sync(&["--allow-shrink"]).ok();
+    assert_equal(&scene.image, &scene.replica);
+    scene.change(70);
+    assert_eq!(scene.sync_tracked(), 1);
+    let other = scene.place.join("other.qcow2");
+    std::fs::rename(&scene.image, &other).expect("a rename");
+    let before = std::mem::replace(&mut scene.image, other);
+    scene.change(71);
+    assert_eq!(scene.sync_tracked(), 1);
+    assert!(scene.clone().to_string_lossy().contains(".other.qcow2.dsync"));
+    assert!(!before.with_file_name(".vm.qcow2.dsync").exists());
+}
+
+/// A server records what is written through it, and a clone would only take room.
+#[test]
+fn a_server_takes_over_and_gives_back() {
+    let Some(mut scene) = Cloned::tracked(KINDS[1], 64 * MIB, "a server of a tracked image") else { return };
+    let server = scene.site.serve(&[&scene.image], &[]);
+    assert_eq!(scene.clones().len(), 0);
+    let mut client = server.client("vm");
+    client.write(0, &[7; 4096]).expect("a write");
+    client.close().expect("the end");
+    scene.track("add").code(4).says(&["is being served"]);
+    scene.sync(&[]).ok();
+    server.stop();
+    assert_equal(&scene.image, &scene.replica);
+    // The record of a server that ended is as good, until somebody else writes.
+    assert_eq!(scene.sync_tracked(), 0);
+    scene.change(3);
+    assert_eq!(scene.sync_tracked(), 1);
+    scene.site.serve(&[&scene.image], &[]).stop();
+    scene.change(4);
+    scene.sync_compared("no clone is kept of its last epoch");
+    scene.change(5);
+    assert_eq!(scene.sync_tracked(), 1);
+}
+
+/// What is written after a clone is in no sync: a disk that is demoted, or cut together with others, has to be at rest.
+#[test]
+fn who_hands_over_is_at_rest() {
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "a switch of a tracked image") else { return };
+    scene.change(3);
+    let lock = device::lock_image(&scene.image, device::Access::Write).expect("a lock");
+    let demote = || scene.site.dsync(["demote"]).arg(&scene.image).arg(&scene.replica);
+    demote().code(6);
+    assert_eq!(differing_blocks(&scene.image, &scene.replica), [3], "nothing was sent");
+    // Another sync goes on.
+    scene.sync(&[]).ok();
+    drop(lock);
+    scene.change(4);
+    let demote = || scene.site.dsync(["demote"]).arg(&scene.image).arg(&scene.replica);
+    demote().ok();
+    assert_equal(&scene.image, &scene.replica);
+    assert_eq!(scene.clones().len(), 0);
+    scene.track("add").code(4).says(&["replica"]);
+    scene.site.dsync(["promote"]).arg(&scene.replica).ok();
+    write(&scene.replica, 0, &[1; 4096]);
+    scene.site.sync(&scene.replica, &scene.image, &[]).ok();
+    assert_equal(&scene.image, &scene.replica);
+}
+
+/// Its hook is held around the moment that is copied.
+#[test]
+fn a_hook_is_held_around_the_clone() {
+    let Some(mut scene) = Cloned::tracked(KINDS[1], 64 * MIB, "a hook around a clone") else { return };
+    let mark = |word: &str, block: u64| {
+        format!(
+            "printf {word} | dd of='{}' bs=4096 seek={block} conv=notrunc status=none",
+            scene.image.display()
+        )
+    };
+    let hook = format!("read w; {}; echo ready; read w; {}; read w", mark("before", 5), mark("after", 6));
+    scene.sync(&["-n", "--hook", &hook]).ok();
+    scene.sync(&["--hook", "exit 3"]).code(1);
+    assert_equal(&scene.image, &scene.replica);
+    scene.sync(&["--hook", &hook]).ok();
+    assert_eq!(differing_blocks(&scene.image, &scene.replica), [6]);
+    assert_equal(&scene.clone(), &scene.replica);
+    scene.change(7);
+    assert_eq!(scene.sync_tracked(), 2);
+}
+
+/// QEMU writes to its qcow2 meanwhile: the copy is what a kill would have left.
+#[test]
+fn the_qcow2_of_a_machine_that_runs_is_copied_whole() {
+    let what = "a qcow2 in use";
+    if !need(&["qemu-img"], what) {
+        return;
+    }
+    let Some(scene) = Cloned::new(KINDS[0], 64 * MIB, what) else { return };
+    Run::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&scene.image).arg("96M").ok();
+    scene.track("add").ok();
+    let bench =
+        ["bench", "-q", "-w", "-f", "qcow2", "-d", "8", "-s", "12288", "-S", "77824", "-c", "100000000"];
+    let mut machine =
+        Run::new("qemu-img").args(bench).args(["--flush-interval=64"]).arg(&scene.image).start();
+    for _ in 0..rounds(6, 40) {
+        scene.sync(&["--quiet"]).ok();
+        assert!(machine.ended().is_none(), "it does not run any more");
+        assert_equal(&scene.clone(), &scene.replica);
+        let check = Run::new("qemu-img").args(["check", "--output=json"]).arg(&scene.replica).output();
+        let found: serde_json::Value = serde_json::from_slice(&check.stdout).expect("what qemu-img found");
+        assert!(found["corruptions"].as_u64().unwrap_or(0) == 0 && found["check-errors"] == 0, "{check}");
+    }
+    machine.kill();
+    scene.sync_tracked();
+}
+
+/// The clones of two images are of two moments.
+#[test]
+fn a_group_of_tracked_images_is_at_rest() {
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "a group of tracked images") else { return };
+    let (log, replicas) = (scene.place.join("log.raw"), scene.site.path("replicas"));
+    image::sparse(&log, 16 * MIB);
+    std::fs::create_dir(&replicas).expect("a folder");
+    scene.site.dsync(["track", "add"]).arg(&log).ok();
+    scene.site.serve(&[&scene.image, &log], &["--group", "db"]).stop();
+    let bytes = scene.random.bytes(4096);
+    let sync = || scene.site.dsync(["sync", "--group", "db", "--json"]).arg(&replicas);
+    sync().ok();
+    write(&scene.image, 9 * BLOCK, &bytes);
+    sync().ok();
+    assert_equal(&scene.image, &replicas.join("vm.qcow2"));
+    let lock = device::lock_image(&log, device::Access::Write).expect("a lock");
+    sync().code(6);
+    drop(lock);
+    let mut writer = Writer::start(&scene.image, Random::new("a group's writer"));
+    sync().code(1).says(&["another program wrote to source"]);
+    writer.end();
+    sync().ok();
+    assert_equal(&scene.image, &replicas.join("vm.qcow2"));
+    assert_equal(&log, &replicas.join("log.raw"));
+}
+
+#[test]
+fn the_end_leaves_nothing_behind() {
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "the end of tracking") else { return };
+    let status = scene.site.dsync(["status"]).arg(&scene.image).ok().text();
+    assert!(status.contains("tracked by clones"), "{status}");
+    scene.track("remove").ok();
+    assert_eq!(scene.clones().len(), 0);
+    scene.track("remove").code(4).says(&["is not tracked"]);
+    // At rest since.
+    assert_eq!(scene.sync_tracked(), 0);
+    scene.change(3);
+    scene.sync_compared("");
+    scene.track("add").ok();
+    scene.sync(&[]).ok();
+    scene.site.dsync(["forget"]).arg(&scene.image).ok();
+    assert_eq!(scene.clones().len(), 0);
+    assert!(!scene.place.join(".vm.qcow2.dsync").exists());
+}
+
+#[test]
+fn what_cannot_be_tracked_by_clones_is_said() {
+    let what = "an image that cannot be cloned";
+    if !need_root(what) || !need(&["mkfs.ext4"], what) {
+        return;
+    }
+    let site = Site::new();
+    let (disk, place) = (site.image("fs.img", 64 * MIB), site.path("fs"));
+    Run::new("mkfs.ext4").arg("-q").arg(&disk).ok();
+    let Some(_mount) = Mount::new(&["-o", "loop"], &disk, &place) else {
+        return skipped(what, "ext4 cannot be mounted from a loop device here");
+    };
+    let image = place.join("vm.raw");
+    image::sparse(&image, MIB);
+    let add = |options: &[&str]| site.dsync(["track", "add"]).arg(&image).args(options);
+    add(&[]).code(4).says(&["XFS", "Btrfs", "dsync serve"]);
+    add(&["--group", "db"]).code(2).says(&["block devices"]);
+    add(&["--with", "dm"]).code(2).says(&["block devices"]);
+    site.dsync(["track", "save"]).arg(&image).code(2).says(&["is a file"]);
+    site.dsync(["track", "remove"]).arg(&image).code(4).says(&["is not tracked"]);
+    let status = site.dsync(["status"]).ok().text();
+    assert!(status.contains("no sources yet"), "{status}");
+    until("nothing is left", || !place.join(".vm.raw.dsync").exists());
+}
