@@ -871,7 +871,7 @@ pub(crate) struct Sync {
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Bring the replicas of all members of this group to one moment; they have the names of the members' files
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["keep_going", "digests", "leave_group", "journal_dir"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["keep_going", "digests", "journal_dir"])]
     pub group: Option<String>,
     /// Print what would be sent, and change nothing
     #[arg(short = 'n', long)]
@@ -910,9 +910,6 @@ pub(crate) struct Sync {
     /// Checksum for comparing blocks [default: blake3]
     #[arg(help_heading = ADVANCED, long, value_enum)]
     pub hash: Option<HashArg>,
-    /// Bring a replica of a group up to date by itself: it leaves the group until the next sync of that
-    #[arg(help_heading = ADVANCED, long)]
-    pub leave_group: bool,
 }
 
 /// How to find the changes.
@@ -1197,7 +1194,7 @@ pub(crate) struct Forget {
     /// Print what would be forgotten and what it costs, and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,
-    /// Forget only that the source is in this group
+    /// Forget only that the source, or the replica, is in this group
     #[arg(long, value_name = "NAME", conflicts_with_all = ["bookmark", "replica", "journal_dir"])]
     pub group: Option<String>,
     /// Of a disk that is a source and a replica, forget the replica: it becomes an ordinary disk, with its record

@@ -34,7 +34,9 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     let promotion = sync::promote(state, &path, &options)
         .map_err(|error| not_promoted(error, &path, has_begun(&path, &options, state)))?;
     promotion.recovered.iter().for_each(|recovered| output.warn(recovered));
-    say_promotion(&promotion, output);
+    let shown = path.display();
+    let ways = (&*format!("dsync sync {shown} SRC --save-there FILE"), &*format!("dsync rewind {shown}"));
+    say_promotion(&promotion, ways, output);
     output.summary(&promotion);
     Ok(())
 }
@@ -91,25 +93,9 @@ pub(crate) fn not_promoted(error: SyncError, path: &Path, has_begun: bool) -> an
     anyhow::Error::from(error).context(why)
 }
 
-pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
-    let way_back = format!("dsync sync {} SRC --save-there FILE", promotion.path.display());
-    let rewind = format!("dsync rewind {}", promotion.path.display());
-    say_promotion_with(promotion, (&way_back, &rewind), output);
-    let Some((name, dir)) = &promotion.group else { return };
-    let (dir, path) = (dir.display(), promotion.path.display());
-    output.say(&match promotion.dry_run {
-        true => format!(
-            "  it belongs to the group {name}, whose other disks would stay replicas: \"dsync promote --group {dir}\" takes all of them"
-        ),
-        false => format!(
-            "  it belonged to the group {name}, whose other disks are still replicas: promote each of them by itself, or take this back with \"dsync \
-             demote {path}\" (of a block device, with --trust-device) and run \"dsync promote --force --group {dir}\""
-        ),
-    });
-}
-
-/// The same with the commands that make a replica of the old source, which saves what that has, and that list the moments that are kept.
-pub(crate) fn say_promotion_with(promotion: &Promotion, (back, rewind): (&str, &str), output: &Output) {
+/// Says what a promotion did, with the commands that make a replica of the old source, which saves what that has, and that list the moments
+/// that are kept.
+pub(crate) fn say_promotion(promotion: &Promotion, (back, rewind): (&str, &str), output: &Output) {
     let done = match (promotion.dry_run, promotion.completed) {
         (true, _) => "would become",
         (false, true) => "is now (its promotion was interrupted)",

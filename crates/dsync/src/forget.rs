@@ -55,16 +55,29 @@ pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Res
     }
 }
 
-/// Takes a source out of its group.
+/// Takes a source or a replica out of its group.
 fn group(name: &str, what: &str, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
-    let (place, about) = crate::known(what, state)?;
-    if !dry_run {
-        source::leave_group(&place, &about, name)?;
-    }
-    let cost = "its replica stays as it is, and the next \"dsync sync --group\" does without it; \"dsync forget\" of the replica takes it out of \
-                those that are promoted together";
-    let (kind, bookmark) = ("membership", Some(name));
-    Forgotten { kind, path: &about.path, bookmark, cost: cost.into(), dry_run }.say(output);
+    let (path, options) = (std::path::absolute(what)?, sync::open_options(None, state));
+    let known = state.source(what)?;
+    let lineage = if known.is_none() { replica::inspect(&path, &options)? } else { None };
+    let is_member = lineage.and_then(|lineage| lineage.group).is_some_and(|group| group.name == name);
+    let (path, cost) = if is_member {
+        if !dry_run {
+            Replica::open(&path, &options)?.leave_group()?;
+        }
+        let cost = "it is promoted, rewound and synced by itself; the next \"dsync sync --group\" to it takes it in again";
+        (path, cost)
+    } else {
+        let (place, about) = crate::known(what, state)?;
+        if !dry_run {
+            source::leave_group(&place, &about, name)?;
+        }
+        let cost = "its replica stays as it is, and the next \"dsync sync --group\" does without it; \"dsync forget\" of the replica takes it out of \
+                    those that are promoted together";
+        (about.path, cost)
+    };
+    Forgotten { kind: "membership", path: &path, bookmark: Some(name), cost: cost.into(), dry_run }
+        .say(output);
     Ok(())
 }
 

@@ -10,7 +10,7 @@ use sync::{
 };
 
 use crate::args;
-use crate::failover::{self, not_promoted, say_demotion, say_promotion_with, unknown_since};
+use crate::failover::{self, not_promoted, say_demotion, say_promotion, unknown_since};
 use crate::failure::{self, Failure};
 use crate::group_command::tell;
 use crate::location::{self, Ends, Location};
@@ -32,7 +32,7 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     let rewind = format!("dsync rewind --group {}", dir.display());
     for member in &promotion.members {
         member.recovered.iter().for_each(|recovered| output.warn(recovered));
-        say_promotion_with(member, (&way_back, &rewind), output);
+        say_promotion(member, (&way_back, &rewind), output);
         output.summary(member);
     }
     let disks: Vec<String> = promotion

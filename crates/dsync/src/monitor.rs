@@ -492,8 +492,8 @@ fn of_apart(apart: &Apart) -> Problem {
     let shown = dir.display();
     let way = match in_part {
         true => format!(
-            "\"dsync promote --group {shown}\" completes a promotion of all of them that was interrupted; else promote each of the others by itself, \
-             or make the promoted one a replica again, with \"dsync demote\""
+            "\"dsync promote --group {shown}\" completes a promotion of all of them that was interrupted; else make the promoted one a replica \
+             again, with \"dsync demote\""
         ),
         false => {
             format!("\"dsync sync --group {name} DIR\" where the sources are brings them to one")

@@ -55,7 +55,6 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
         compress: args.compress.level,
         bwlimit: steering.pace.clone(),
         journal_dir: args.far.journal_dir.clone(),
-        leave: args.leave_group,
         keep: args.begin.past.keep()?,
         way: Way::to(is_far),
         live: args.live.options(),

@@ -68,8 +68,8 @@ pub enum ReplicaError {
     /// The replica is committed with the others of a group.
     #[error(
         "{} is a replica of the group {group}, whose replicas are committed together: \"dsync sync --group {group} DIR\" brings all \
-         of them up to date, and \"dsync rewind --group DIR\" takes them back. \"dsync sync --leave-group SRC DST\" takes it out: it is no longer at the moment of the others then, until \
-         the next sync of the group", path.display()
+         of them up to date, and \"dsync rewind --group DIR\" takes them back. To sync it by itself, run \"dsync forget --group {group} DISK\" where its source is: \
+         the next sync of that takes it out of the group", path.display()
     )]
     InGroup {
         /// The destination.

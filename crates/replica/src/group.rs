@@ -335,8 +335,8 @@ impl Group {
         });
         let Some(member) = alone else { return Ok(()) };
         Err(ReplicaError::Refused(format!(
-            "{} was promoted by itself, so it may not be at the common moment of the group {} any more: promote each of the others by \
-             itself, with \"dsync promote --force\", or make it a replica again first, with \"dsync demote\"",
+            "{} was promoted by itself, so it may not be at the common moment of the group {} any more: make it a replica again \
+             with \"dsync demote\", or take each of the others out with \"dsync forget --group {1} REPLICA\" and promote it by itself",
             member.path().display(),
             self.name
         )))
@@ -394,7 +394,8 @@ impl Group {
         }
         Err(ReplicaError::Refused(format!(
             "the replicas of the group {} in {} are not of one moment: {}. Bring them to one with \"dsync sync --group {0} DIR\" where \
-             their sources are, or with \"dsync rewind --group {1} --to EPOCH\"; to take them as they are, promote each by itself",
+             their sources are, or with \"dsync rewind --group {1} --to EPOCH\"; to promote them as they are, take \
+             each out with \"dsync forget --group {0} REPLICA\" and promote it by itself",
             self.name,
             dir.display(),
             lacking.join("; ")
@@ -462,18 +463,33 @@ impl Replica {
         self.store()
     }
 
-    /// Before a delta is taken: a member of a group takes none but with its group, unless its user has it leave.
+    /// Before a delta is taken: a member of a group takes none but with its group, as long as its source is in that.
     pub(crate) fn admit_alone(&mut self) -> Result<()> {
-        let Some(group) = &self.lineage().group else { return Ok(()) };
-        let other = self.options().group.as_ref().map(|with| &with.name);
-        if other == Some(&group.name) {
+        let Some(group) = self.lineage().group.clone() else { return Ok(()) };
+        if self.options().group.as_ref().is_some_and(|with| with.name == group.name) {
             return Ok(());
         }
-        if other.is_none() && self.options().leave {
-            self.lineage_mut().group = None;
-            return self.store();
+        if !self.leaves_group() {
+            return Err(self.in_group());
         }
-        Err(self.in_group())
+        self.warn(format!("it has left the group {}: its source is not in that any more", group.name));
+        self.leave_group()
+    }
+
+    /// Takes it out of its group: it is promoted, rewound and synced by itself from then on. Durable on return.
+    ///
+    /// # Errors
+    /// If that cannot be written down.
+    pub fn leave_group(&mut self) -> Result<()> {
+        self.lineage_mut().group = None;
+        self.store()
+    }
+
+    /// True if the source that sends what comes is not in its group any more. A delta in a file does not tell.
+    pub(crate) fn leaves_group(&self) -> bool {
+        let (options, group) = (self.options(), &self.lineage().group);
+        let told = options.term != 0;
+        told && group.as_ref().is_some_and(|group| options.source_group.as_ref() != Some(&group.name))
     }
 
     /// The error of a command that would bring a member out of step.

@@ -162,8 +162,8 @@ pub fn choose_members(
         None => Ok((intent, members)),
         Some((path, member)) => Err(ReplicaError::Away(format!(
             "the group {name} in {} lacks its replica of source {}, which was at {}: put it back, or bring the group to one moment \
-             without it with \"dsync sync --group {name} DIR\" where the sources are. If it is gone for good, and the sources too, \"dsync promote \
-             --force REPLICA\" takes each of the others as it is, at the end of its past; an earlier moment of each can be copied from \"dsync serve \
+             without it with \"dsync sync --group {name} DIR\" where the sources are. If it is gone for good, and the sources too, \"dsync forget \
+             --group {name} REPLICA\" takes each of the others out, to be promoted by itself as it is, at the end of its past; an earlier moment of each can be copied from \"dsync serve \
              REPLICA@EPOCH\" before that",
             dir.display(),
             member.source,

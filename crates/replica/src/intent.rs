@@ -145,8 +145,8 @@ impl Intent {
             ReplicaError::Damaged {
             path: path.clone(),
             why,
-            way_out: "it says which commits of the group are to be completed: restore it, or run \"dsync sync --adopt \
-                      --leave-group SRC DST\" for each replica of the group, which compares all of it with its source"
+            way_out: "it says which commits of the group are to be completed: restore it, or move it away and run \"dsync \
+                      sync --adopt --group NAME DIR\", which compares all replicas of the group with their sources"
                 .into(),
         }
         };

@@ -30,8 +30,8 @@ pub struct Options {
     pub keep: Option<Keep>,
     /// The group with which what comes is committed.
     pub group: Option<Membership>,
-    /// What comes is committed by itself, and the replica leaves its group.
-    pub leave: bool,
+    /// The group of the source that sends what comes: a replica of another one leaves that. Of no meaning where the term is not known.
+    pub source_group: Option<String>,
     /// The source's term, to be remembered with what it sends; 0 where it is not known.
     pub term: u64,
     /// The time at the source. `None` where it is not known.

@@ -125,6 +125,7 @@ impl Replica {
             verdict: self.verdict(),
         };
         match (force, outlook.released) {
+            _ if force && group.is_none() && lineage.group.is_some() => self.refuse_without_its_group(),
             (true, _) => Ok(outlook),
             (false, _) if fuzzy => self.cannot_promote(format!(
                 "it was copied from a disk in use without a freeze, so its parts are of different moments. Sync it once more; \
@@ -165,14 +166,14 @@ impl Replica {
         ))
     }
 
-    /// A member of a group is not promoted by itself just so.
+    /// A member of a group is not promoted by itself.
     fn refuse_without_its_group<T>(&self) -> Result<T> {
         let group = self.lineage().group.as_ref();
         let name = group.map_or("", |group| &group.name);
         let dir = group.map_or_else(PathBuf::new, |group| group.dir_for(self.path()));
         self.cannot_promote(format!(
-            "it belongs to the group {name}, whose disks take over together: run \"dsync promote --group {}\". \"dsync promote --force {}\" promotes it \
-             alone, and the others stay replicas",
+            "it belongs to the group {name}, whose disks take over together: run \"dsync promote --group {}\". To promote it alone, \
+             take it out of the group first, with \"dsync forget --group {name} {}\"",
             dir.display(),
             self.path().display()
         ))

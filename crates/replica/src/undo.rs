@@ -95,14 +95,13 @@ impl Target for Touched {
 
 /// What is to be kept.
 impl Replica {
-    /// Takes over what the user wants from now on of a complete replica to which nothing has to be sent: what is to be kept, and that it leaves
-    /// its group.
+    /// Takes over what applies from now on to a complete replica to which nothing has to be sent: what is to be kept, and that it leaves a group
+    /// in which its source is no more.
     ///
     /// # Errors
     /// If it cannot be written down.
     pub fn apply_options(&mut self) -> Result<()> {
-        let options = self.options();
-        let (keeps, leaves) = (options.keep.is_some(), options.leave && options.group.is_none());
+        let (keeps, leaves) = (self.options().keep.is_some(), self.leaves_group());
         if !(keeps || leaves) || !self.is_kept() || self.lineage().role.promoted.is_some() {
             return Ok(());
         }

@@ -492,8 +492,6 @@ impl Run {
             adopt,
             overwrite: adopt,
             keep: self.scene.keeps.then_some(keep),
-            // A member that is synced by itself leaves its group.
-            leave: self.scene.group,
             ..SyncOptions::default()
         }
     }

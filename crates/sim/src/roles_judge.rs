@@ -184,6 +184,7 @@ impl Run {
         };
         if sources(self).is_none() {
             for at in disks.iter().copied() {
+                self.leave_alone(at);
                 if self.role(at) == Role::Replica && self.promote(at, &force)? {
                     break;
                 }
@@ -193,6 +194,8 @@ impl Run {
             self.table.note("roles: no disk could be promoted");
             return Ok(());
         };
+        // Its replicas leave the group with it, and follow it.
+        self.leave_group(primary)?;
         for at in disks.iter().copied().filter(|at| *at != primary) {
             self.converge_one(primary, at)?;
         }
@@ -217,6 +220,29 @@ impl Run {
             return Err(format!("the demotion of the group at site {site} cannot be completed"));
         }
         Ok(())
+    }
+
+    /// Takes a source out of its group, if it is in one.
+    fn leave_group(&mut self, at: usize) -> Checked {
+        let near = self.disks[at].host.process();
+        let site = self.site(&near);
+        let known = site.source(&self.path(at).to_string_lossy()).map_err(|error| error.to_string())?;
+        if let Some((place, _)) = known {
+            let folder = site.folder(&place).map_err(|error| error.to_string())?;
+            source::leave_in(&*folder).map_err(|error| error.to_string())?;
+        }
+        drop(site);
+        self.disks[at].host.state().end(&near);
+        Ok(())
+    }
+
+    /// Takes a replica out of its group. One that cannot be opened says why when it is promoted.
+    fn leave_alone(&mut self, at: usize) {
+        let near = self.disks[at].host.process();
+        let site = self.site(&near);
+        let _ = site.open(&self.path(at), &Options::default()).and_then(|mut replica| replica.leave_group());
+        drop(site);
+        self.disks[at].host.state().end(&near);
     }
 
     fn converge_one(&mut self, from: usize, to: usize) -> Checked {

@@ -12,6 +12,7 @@ use crate::backing::{Backing, PathBacking};
 use crate::batches::Batches;
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::control::{Client, ServedView, Status, status};
+use crate::group::Membership;
 use crate::history::{History, Position};
 use crate::live::Live;
 use crate::lives;
@@ -501,6 +502,14 @@ impl Handle {
         let changes = self.blocks(size)?;
         history.changes_between(since, upto, self.about.block_size, &changes)?;
         Ok((changes, size))
+    }
+
+    /// The group that it is in.
+    ///
+    /// # Errors
+    /// If that cannot be read.
+    pub fn group(&self) -> Result<Option<String>, SourceError> {
+        Ok(Membership::read(&*self.folder)?.map(|group| group.name))
     }
 
     /// The bookmarks of replicas, and the named checkpoints.

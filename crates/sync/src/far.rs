@@ -62,7 +62,7 @@ pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options
         create: open.create,
         doubt: open.verify,
         keep: open.keep.clone(),
-        leave: open.leave,
+        source_group: open.origin.as_ref().and_then(|origin| origin.group.clone()),
         term: open.origin.as_ref().map_or(0, |origin| origin.term),
         source_time: open.origin.as_ref().and_then(|origin| origin.now).map(SourceTime::said),
         ..here

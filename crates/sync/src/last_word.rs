@@ -45,6 +45,7 @@ impl LastWord<'_> {
             term: released.term,
             began: None,
             lives: self.demoted.lives.clone(),
+            group: None,
             now: None,
             place: String::new(),
         };

@@ -111,15 +111,12 @@ pub(crate) struct Open {
     /// What of its past the replica is to keep.
     #[serde(default)]
     pub keep: Option<Keep>,
-    /// That and `leave` apply although nothing may have to be sent. False in a dry run, and from earlier versions.
+    /// That applies although nothing may have to be sent, and so does that it leaves its group. False in a dry run, and from earlier versions.
     #[serde(default)]
     pub keep_anyway: bool,
     /// Which source it is. `None` from earlier versions.
     #[serde(default)]
     pub origin: Option<Origin>,
-    /// A member of a group is brought up to date by itself, and leaves it.
-    #[serde(default)]
-    pub leave: bool,
     /// What only it has may be given up, once the source's side has told since when.
     #[serde(default)]
     pub give_up: Option<GiveUp>,
@@ -144,6 +141,8 @@ pub(crate) struct Origin {
     pub began: Option<Epoch>,
     /// The lives that led to what it is.
     pub lives: Lives,
+    /// The group that it is in: a replica of another one leaves that.
+    pub group: Option<String>,
     /// The time at its host, in seconds since 1970. `None` from earlier versions.
     #[serde(default)]
     pub now: Option<u64>,
@@ -153,12 +152,13 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    pub(crate) fn of(about: &About, lives: Lives) -> Origin {
+    pub(crate) fn of(about: &About, lives: Lives, group: Option<String>) -> Origin {
         Origin {
             uuid: about.uuid,
             term: about.term,
             began: about.began,
             lives,
+            group,
             now: SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|now| now.as_secs()),
             place: format!("{}:{}", link::host_name(), about.path.display()),
         }
@@ -202,7 +202,6 @@ impl Open {
             keep: None,
             keep_anyway: false,
             origin: None,
-            leave: false,
             give_up: None,
         }
     }
@@ -212,7 +211,6 @@ impl Open {
         Open {
             adopt: options.adopt,
             create: options.create,
-            leave: options.leave,
             give_up: options.give_up.clone(),
             keep: options.keep.clone(),
             keep_anyway: !options.dry_run,
@@ -223,8 +221,9 @@ impl Open {
 
     /// The same, with which source it is and what it is stored on.
     pub(crate) fn beside(self, source: &Handle) -> Result<Open, SyncError> {
-        let (about, lives) = (source.about(), source.lives()?);
-        Ok(Open { source: Storage::of(&about.path), origin: Some(Origin::of(about, lives)), ..self })
+        let about = source.about();
+        let origin = Origin::of(about, source.lives()?, source.group()?);
+        Ok(Open { source: Storage::of(&about.path), origin: Some(origin), ..self })
     }
 }
 

@@ -63,9 +63,6 @@ pub struct SyncOptions {
     /// How the replica's side was reached.
     #[serde(skip)]
     pub way: Way,
-    /// A replica of a group is brought up to date by itself, and leaves the group.
-    #[serde(skip)]
-    pub leave: bool,
     /// What of its past the replica is to keep from now on. `None`: what it kept before.
     #[serde(skip)]
     pub keep: Option<Keep>,

@@ -59,9 +59,6 @@ pub struct Promotion {
     /// The promotion that had made it that, where its own source had not ended.
     #[serde(skip)]
     pub gave_up: Option<GaveUp>,
-    /// The group with which it was committed, and the folder of that.
-    #[serde(skip)]
-    pub group: Option<(String, PathBuf)>,
     /// What it is called there: for a disk behind a link, as that.
     #[serde(skip)]
     pub file: String,
@@ -185,7 +182,6 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
         former: recorded.role.demoted.is_some(),
         gave_up: recorded.gave_up().copied(),
-        group: recorded.group.as_ref().map(|group| (group.name.clone(), group.dir_for(replica.path()))),
         file: source::file_name(replica.path()),
         fuzzy: outlook.fuzzy,
         verdict: outlook.verdict,

@@ -474,20 +474,29 @@ fn a_member_alone_is_kept_in_step() {
     two.sync(&[]).ok();
     two.change(1, 4);
     let log = two.replicas()[1].clone();
-    let alone = |options: &[&str]| two.site.sync(&two.images[1], &log, options);
-    alone(&[]).code(4).says(&["log.raw is a replica of the group db", "--leave-group"]);
-    alone(&["--leave-group"]).ok();
+    let alone = |two: &Two, options: &[&str]| two.site.sync(&two.images[1], &log, options);
+    alone(&two, &[]).code(4).says(&["log.raw is a replica of the group db", "dsync forget --group db DISK"]);
+    // What the refusal says leads out.
+    let server = two.server.take().expect("a server");
+    server.stop();
+    let take_out = |two: &Two| two.site.dsync(["forget", "--group", "db"]).arg(&two.images[1]).ok();
+    take_out(&two);
+    shows(&alone(&two, &[]).ok(), &["it has left the group db"]);
     image::assert_equal(&two.images[1], &log);
     // Also where nothing has to be sent.
+    two.start();
     two.sync(&[]).ok();
-    let is_member = || two.site.dsync(["status"]).arg(&log).ok().text().contains("of group db");
-    alone(&["-n", "--leave-group"]).ok();
-    assert!(is_member());
-    alone(&["--leave-group"]).ok();
-    assert!(!is_member());
+    two.stop();
+    take_out(&two);
+    let is_member = |two: &Two| two.site.dsync(["status"]).arg(&log).ok().text().contains("of group db");
+    alone(&two, &["-n"]).ok();
+    assert!(is_member(&two));
+    alone(&two, &[]).ok();
+    assert!(!is_member(&two));
+    two.start();
     two.site.dsync(["status"]).arg(&log).ok();
     let (_, group) = summaries(&two.sync(&[]).ok());
-    assert_eq!(group["epoch"], 2);
+    assert_eq!(group["epoch"], 3);
     two.equal();
     // The group is all that was said to be in it.
     let sole = two.server.take().expect("a server");
@@ -1143,7 +1152,7 @@ fn a_demotion_ends_no_later_term() {
     assert!(two.images.each_ref().map(held) == before);
     // They are sources still, and know what they have more.
     for (image, replica) in two.images.iter().zip(two.replicas()) {
-        let synced = two.command(&["sync", "--leave-group", "--json"]).args([image, &replica]).ok();
+        let synced = two.command(&["sync", "--json"]).args([image, &replica]).ok();
         assert_eq!(synced.summary()["method"], "tracked", "{synced}");
     }
     two.equal();
@@ -1227,7 +1236,8 @@ fn a_member_that_is_ahead_is_not_at_the_common_epoch() {
     two.sync(&["--keep-last", "20"]).ok();
     two.stop();
     let ends = [two.images[0].clone(), two.replicas()[0].clone()];
-    two.command(&["sync", "--leave-group", "--method", "compare"]).args(&ends).ok();
+    two.command(&["forget", "--group", "db"]).arg(&two.images[0]).ok();
+    two.command(&["sync", "--method", "compare"]).args(&ends).ok();
     two.start();
     let mut mirror = two.command(&["mirror", "--rpo", "1s"]).args(&ends).start();
     mirror.wait_to_say("mirroring");
@@ -1606,13 +1616,24 @@ fn readers_of_a_group_are_shown_one_moment() {
     assert!(output.status.success(), "{output}");
     // One that is not where the other is.
     two.change(1, 4);
-    two.site.sync(&two.images[1], &two.replicas()[1], &["--leave-group"]).ok();
+    two.stop();
+    two.command(&["forget", "--group", "db"]).arg(&two.images[1]).ok();
+    two.site.sync(&two.images[1], &two.replicas()[1], &[]).ok();
     let apart = ["log.raw is at epoch", "and common epoch"];
     let serve = |words: &[&str]| two.command(words).arg("--socket").arg(two.site.socket("s"));
     serve(&["serve", "--group", &format!("{dir}@now")]).code(4).says(&apart);
     two.command(&["promote", "--force", "--group", &dir]).code(4).says(&apart);
     std::fs::rename(&two.replicas()[1], two.site.path("away.raw")).expect("a rename");
-    two.command(&["promote", "--force", "--group", &dir]).code(4).says(&["lacks its replica of source"]);
+    two.command(&["promote", "--force", "--group", &dir])
+        .code(4)
+        .says(&["lacks its replica of source", "dsync forget --group db REPLICA"]);
+    // What is lost for good keeps the others from nothing: what is named leads out.
+    let left = two.replicas()[0].clone();
+    let promote = || two.command(&["promote", "--force"]).arg(&left);
+    let way = format!("\"dsync forget --group db {}\"", left.display());
+    promote().code(4).says(&["whose disks take over together", &way]);
+    two.command(&["forget", "--group", "db"]).arg(&left).ok();
+    promote().ok();
     // There is no such group, or not one.
     let nowhere = two.site.path("nowhere");
     std::fs::create_dir_all(nowhere.join(".a.dsync-group")).expect("a folder");

@@ -489,15 +489,19 @@ fn a_group_that_could_not_be_promoted_is_reported() {
     let mut client = server.client("data");
     client.write(0, &[7; 4096]).expect("a write");
     client.close().expect("the end");
-    site.dsync(["sync", "--leave-group"]).arg(&images[0]).arg(&copy).ok();
+    server.stop();
+    site.dsync(["forget", "--group", "db"]).arg(&images[0]).ok();
+    site.dsync(["sync"]).arg(&images[0]).arg(&copy).ok();
+    let _server = site.serve(&paths, &["--group", "db"]);
     assert_eq!(problems(&site, &[]), ["apart"]);
     let told = site.dsync(["status", "--check"]).code(1).text();
     assert!(told.contains("data.raw is at epoch") && told.contains("and common epoch"), "{told}");
     sync();
     assert_eq!(problems(&site, &[]), none());
     // One of them alone.
-    let would = site.dsync(["promote", "-n", "--force"]).arg(&copy).ok().text();
-    assert!(would.contains("it belongs to the group db, whose other disks would stay replicas"), "{would}");
+    let together = format!("dsync promote --group {}", folder.display());
+    site.dsync(["promote", "-n", "--force"]).arg(&copy).code(4).says(&[&together, "dsync forget --group db"]);
+    site.dsync(["forget", "--group", "db"]).arg(&copy).ok();
     site.dsync(["promote", "--force"]).arg(&copy).ok();
     assert!(problems(&site, &[]).contains(&"apart".into()));
     let told = site.dsync(["status", "--check"]).code(1).text();

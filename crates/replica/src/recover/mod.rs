@@ -332,9 +332,8 @@ impl Replica {
         let path = group.folder_for(self.path());
         let folder = self.destination().group(group).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => ReplicaError::Away(format!(
-                "the folder of the group {}, {}, is missing: it says whether a commit of {} is to be completed. Put it back; if it is \
-                 gone for good, \"dsync sync --adopt --leave-group SRC DST\" compares all of the replica with its source and overwrites \
-                 what differs",
+                "the folder of the group {0}, {1}, is missing: it says whether a commit of {2} is to be completed. Put it back; if it is \
+                 gone for good, \"dsync sync --adopt --group {0} DIR\" compares all of its replicas with their sources and overwrites what differs",
                 group.name,
                 path.display(),
                 self.path().display()
@@ -369,12 +368,13 @@ impl Replica {
 
     /// The error where the group has committed what the journal does not hold any more.
     fn lost_journal(&self) -> ReplicaError {
+        let group = self.lineage().group.as_ref().map_or("", |group| &group.name);
         ReplicaError::Damaged {
             path: self.folder().join(ARRIVING),
             why: "its group has committed what it held".into(),
-            way_out: "\"dsync sync --adopt --leave-group SRC DST\" compares all of the replica with its source and overwrites what \
-                      differs"
-                .into(),
+            way_out: format!(
+                "\"dsync sync --adopt --group {group} DIR\" compares all of its replicas with their sources and overwrites what differs"
+            ),
         }
     }
 

@@ -279,7 +279,7 @@ fn what_was_not_committed_is_gone_on_from() {
 }
 
 #[test]
-fn a_member_takes_nothing_by_itself_unless_it_leaves() {
+fn a_member_takes_nothing_by_itself_while_its_source_is_in_the_group() {
     let sources = sources();
     let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
     let power = on();
@@ -297,7 +297,7 @@ fn a_member_takes_nothing_by_itself_unless_it_leaves() {
     drop(replica);
     assert_eq!(pair.stand(&sources, [0, 1], "refused"), [1, 1]);
     let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
-    let options = Options { leave: true, ..Options::default() };
+    let options = Options { term: 1, ..Options::default() };
     let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
     let delta = sources[0].lacks(replica.status(), None, 2);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
@@ -344,11 +344,11 @@ fn a_missing_folder_of_the_group_is_no_answer() {
     *pair.worlds[0].group.lock().unwrap() = None;
     let refused = pair.open_one(0, &power, false).err();
     assert!(
-        matches!(&refused, Some(ReplicaError::Away(why)) if why.contains("--leave-group")),
+        matches!(&refused, Some(ReplicaError::Away(why)) if why.contains("--adopt --group")),
         "{refused:?}"
     );
     let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
-    let options = Options { adopt: true, leave: true, ..Options::default() };
+    let options = Options { adopt: true, term: 1, ..Options::default() };
     let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
     let delta = sources[0].lacks(replica.status(), content(&replica).as_deref(), 1);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
@@ -484,7 +484,7 @@ fn a_member_that_lost_its_commit_is_found() {
         assert!(matches!(refused, Some(ReplicaError::Damaged { .. })), "step {step}: {refused:?}");
         // Its user may have all of it compared.
         let folder = FaultyFolder::new(&power, &pair.worlds[1].state()).unwrap();
-        let options = Options { adopt: true, leave: true, ..Options::default() };
+        let options = Options { adopt: true, term: 1, ..Options::default() };
         let mut replica = pair.worlds[1].open_in(&power, Box::new(folder), &options).unwrap();
         let delta = sources[1].lacks(replica.status(), content(&replica).as_deref(), 1);
         merge(&mut replica, &delta, Commit::Journal).unwrap();
