@@ -92,7 +92,6 @@ fn listen(
     let listening = format!("listening on {}", listener.address());
     output.ready(&listening);
     output.more(&format!("with the key {}", keys.own()?));
-    crate::key::warn_of_roles(&keys, output)?;
     let log = output.alike();
     let serving = std::thread::Builder::new().name("listener".into()).spawn(move || {
         listener.run(move |link, peer| {

@@ -51,20 +51,6 @@ pub(crate) fn keys(state: &StateDir) -> Keys {
     }
 }
 
-/// Tells of keys that an earlier version pinned, which may do everything.
-pub(crate) fn warn_of_roles(keys: &Keys, output: &Output) -> Result<()> {
-    let names: Vec<String> =
-        keys.pins()?.into_iter().filter(|pin| pin.roles.is_none()).map(|pin| pin.name).collect();
-    if !names.is_empty() {
-        output.warn(&format!(
-            "keys that an earlier version pinned may do everything, connect here too: {}. Say what each is for with \"dsync key trust NAME --for \
-             push,pull,serve\", or less of these",
-            names.join(", ")
-        ));
-    }
-    Ok(())
-}
-
 /// Runs the command.
 pub(crate) fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
     let keys = keys(state);
@@ -103,16 +89,14 @@ pub(crate) fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<(
                     Some(at) if pin.has_expired() => format!("  EXPIRED {}", units::date(at)),
                     Some(at) => format!("  until {}", units::date(at)),
                 };
-                let roles =
-                    pin.roles.map_or("everything, as an earlier version pinned it".into(), |r| r.to_string());
-                output.say(&format!("{}  {}  for {roles}{until}", pin.name, pin.key.fingerprint()));
+                output.say(&format!("{}  {}  for {}{until}", pin.name, pin.key.fingerprint(), pin.roles));
             }
             let shown = |pin: &link::Pin| {
                 let expired = pin.has_expired();
                 Shown {
                     expires: pin.expires,
                     expired,
-                    roles: Some(pin.roles()),
+                    roles: Some(pin.roles),
                     ..Shown::new(&pin.name, pin.key)
                 }
             };

@@ -28,17 +28,12 @@ pub struct Pin {
     pub key: Key,
     /// Until when, in seconds since 1970; `None` forever.
     pub expires: Option<u64>,
-    /// What for; `None` for everything, as in the pins of earlier versions.
-    #[serde(default, rename = "for", skip_serializing_if = "Option::is_none")]
-    pub roles: Option<Roles>,
+    /// What for.
+    #[serde(rename = "for")]
+    pub roles: Roles,
 }
 
 impl Pin {
-    /// What it is trusted for.
-    pub fn roles(&self) -> Roles {
-        self.roles.unwrap_or(Roles::ALL)
-    }
-
     /// True after `expires`.
     pub fn has_expired(&self) -> bool {
         self.expires.is_some_and(|at| {
@@ -136,7 +131,7 @@ impl Keys {
             return Err(Error::Pinned { name: name.to_string(), pinned: other.key.fingerprint() });
         }
         pins.retain(|pin| pin.name != name);
-        pins.push(Pin { name: name.to_string(), key, expires, roles: Some(roles) });
+        pins.push(Pin { name: name.to_string(), key, expires, roles });
         pins.sort_by(|a, b| a.name.cmp(&b.name));
         self.write_pins(&pins)
     }

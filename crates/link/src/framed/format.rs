@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::message::{FRAMING, MAX_BODY, MAX_HEAD};
 
 /// The version of the link and of all messages.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 1;
 
 pub(super) const MAGIC: [u8; 8] = *b"\x93dsync\r\n";
 /// Bytes of a hello.
@@ -147,9 +147,9 @@ mod tests {
     }
 
     #[test]
-    fn frames_and_hellos_have_the_bytes_of_version_3() {
+    fn frames_and_hellos_have_the_bytes_of_the_format() {
         let hello = Hello { window: 0x0001_0203, timeout: Duration::from_secs(30) };
-        assert_eq!(hello.to_bytes(), *b"\x93dsync\r\n\x03\0\x2c\x01\x03\x02\x01\0");
+        assert_eq!(hello.to_bytes(), *b"\x93dsync\r\n\x01\0\x2c\x01\x03\x02\x01\0");
         assert_eq!(Hello::parse(&hello.to_bytes()), Ok(hello));
         for (frame, bytes) in [
             (Frame::Message { kind: 7, head: 0x0102, body: 0x0304 }, *b"\0\x07\0\0\x02\x01\0\0\x04\x03\0\0"),

@@ -276,7 +276,7 @@ impl ListenerState {
     fn name_of(&self, key: Key) -> String {
         let pins = self.keys.pins().unwrap_or_default();
         let from = &self.limits.from;
-        let served = pins.into_iter().filter(|pin| pin.key == key && pin.roles().has(Roles::SERVE));
+        let served = pins.into_iter().filter(|pin| pin.key == key && pin.roles.has(Roles::SERVE));
         let mut names = served.map(|pin| pin.name);
         names.find(|name| from.is_empty() || from.contains(name)).unwrap_or_else(|| "a peer".into())
     }

@@ -65,8 +65,7 @@ impl KeyVerifier {
                 let Some(pin) = pin else { return Err(Error::Unknown { peer, name, key, command, roles }) };
                 if pin.key != key {
                     let (peer, name) = (peer.into(), pin.name.clone().into());
-                    let (pinned, roles) =
-                        (pin.key.into(), pin.roles.map_or(needed, |roles| roles.and(needed)));
+                    let (pinned, roles) = (pin.key.into(), pin.roles.and(needed));
                     return Err(Error::Swapped { peer, name, pinned, shown: key, command, roles });
                 }
                 pin
@@ -75,7 +74,7 @@ impl KeyVerifier {
                 let ours = |name: &String| from.is_empty() || from.contains(name);
                 let of_key = || pins.iter().filter(|pin| pin.key == key);
                 // One key may be pinned under several names: the one that serves best counts.
-                let serves = |pin: &&Pin| (ours(&pin.name), pin.roles().has(needed), !pin.has_expired());
+                let serves = |pin: &&Pin| (ours(&pin.name), pin.roles.has(needed), !pin.has_expired());
                 let (peer, name, roles) = ("the client".into(), "NAME".into(), needed);
                 let Some(pin) = of_key().max_by_key(serves) else {
                     return Err(Error::Unknown { peer, name, key, command, roles });
@@ -86,8 +85,8 @@ impl KeyVerifier {
                 pin
             }
         };
-        let (name, roles) = (pin.name.clone(), pin.roles.map_or(needed, |roles| roles.and(needed)));
-        if !pin.roles().has(needed) {
+        let (name, roles) = (pin.name.clone(), pin.roles.and(needed));
+        if !pin.roles.has(needed) {
             return Err(Error::NotFor { name, key, needed, command, roles });
         }
         match pin.has_expired() {

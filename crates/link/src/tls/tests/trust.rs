@@ -174,18 +174,3 @@ fn a_key_is_good_for_what_it_was_pinned_for() {
     let error = server.call(&near, 1).map(drop).unwrap_err();
     assert!(matches!(error, Error::NotFor { needed: Roles::PUSH, roles: Roles::ALL, .. }), "{error}");
 }
-
-/// The pins of earlier versions say nothing of what for.
-#[test]
-fn a_pin_of_an_earlier_version_is_good_for_everything() {
-    let (near, far) = two();
-    let server = Server::start(&far, Limits::default(), echo);
-    for site in [&near, &far] {
-        let file = site._folder.path().join("keys/pinned");
-        let mut pins: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
-        pins[0].as_object_mut().unwrap().remove("for").unwrap();
-        std::fs::write(&file, pins.to_string()).unwrap();
-        assert_eq!(site.keys.pins().unwrap()[0].roles, None);
-    }
-    server.call(&near, 1).unwrap();
-}
