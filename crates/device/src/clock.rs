@@ -205,7 +205,7 @@ mod tests {
             ("a#7/3#9", "a#7/4#9", Life::Detached),
             ("a#7/3#9", "a#7/3#10", Life::Detached),
             ("a#7/3#9", "b#7/3#9", Life::Earlier),
-            // Recorded by an earlier version, or where no disk was known.
+            // Recorded where no disk was known.
             ("a#7/3#9", "a", Life::This),
             ("a#7/3#9", "a##9", Life::This),
             ("a#7/3", "a#7", Life::This),

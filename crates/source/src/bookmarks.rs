@@ -30,7 +30,7 @@ pub struct Bookmark {
     /// Bytes of a replica that could not be read here for that epoch.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub unread: u64,
-    /// The state of the replica then. `None` for a checkpoint, and from earlier versions.
+    /// The state of the replica then. `None` for a checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state: Option<Uuid>,
     /// Other names of the replica.
@@ -44,13 +44,10 @@ pub struct Reached {
     /// At this epoch.
     pub epoch: Epoch,
     /// Bytes of a replica that could not be read here for it.
-    #[serde(default)]
     pub unread: u64,
     /// The state in which a replica was before.
-    #[serde(default)]
     pub was: Option<Uuid>,
     /// The state in which it is now.
-    #[serde(default)]
     pub state: Option<Uuid>,
 }
 

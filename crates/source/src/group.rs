@@ -27,7 +27,6 @@ pub struct Membership {
     /// The name of the group.
     pub name: String,
     /// The last cut, and the epoch of this source there. `None` before the first.
-    #[serde(default)]
     pub cut: Option<(Epoch, Epoch)>,
     /// Names the last promotion of the group, with which the members took over from others. `None` before the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -49,7 +49,6 @@ pub struct CutOptions {
     /// The longest time of a freeze.
     pub limit: Duration,
     /// The disks of a group are cut together: without a freeze they would not be of one moment.
-    #[serde(default)]
     pub together: bool,
     /// A peer asks for it: file systems that were just frozen are left alone.
     #[serde(skip)]

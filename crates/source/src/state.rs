@@ -36,7 +36,6 @@ pub struct About {
     /// Block size in bytes.
     pub block_size: u32,
     /// Rises at each promotion of one of its replicas, from 1.
-    #[serde(default = "first_term")]
     pub term: u64,
     /// The epoch at which that term began: the last one that it has in common with the source of the term before. `None` in
     /// the first term.
@@ -49,10 +48,6 @@ pub struct About {
     pub lives: Lives,
 }
 
-fn first_term() -> u64 {
-    1
-}
-
 impl About {
     /// The version this program writes.
     pub const VERSION: u32 = 1;
@@ -60,7 +55,7 @@ impl About {
     /// A source in its first term.
     pub fn new(uuid: Uuid, identity: Identity, block_size: u32) -> About {
         let path = identity.path.clone();
-        let (term, lives) = (first_term(), Lives::first(Uuid::new_v4()));
+        let (term, lives) = (1, Lives::first(Uuid::new_v4()));
         let (began, gave_up) = (None, false);
         About { version: About::VERSION, uuid, path, identity, block_size, term, began, gave_up, lives }
     }
@@ -81,7 +76,6 @@ impl About {
 struct Known {
     #[serde(flatten)]
     about: About,
-    #[serde(default)]
     mark: Option<String>,
 }
 
@@ -395,7 +389,7 @@ fn read_known(folder: &dyn Folder) -> Result<Option<Known>, SourceError> {
     let Some(said) = read_json::<serde_json::Value>(folder, ABOUT)? else { return Ok(None) };
     match said.get("version").and_then(serde_json::Value::as_u64) {
         Some(version) if version != u64::from(About::VERSION) => Err(SourceError::Refused(format!(
-            "the state in {} has version {version}, and this dsync knows version {}: use the dsync that wrote it",
+            "the state in {} has version {version}, and this dsync knows version {}: use the dsync that wrote it, or a newer one",
             place.display(),
             About::VERSION
         ))),
@@ -500,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_of_an_older_version_is_read() {
+    fn a_disk_without_a_mark_is_found_and_another_version_is_refused() {
         let (temp, state) = scene();
         let vm = image(&temp, "vm.raw");
         let first = followed(&state, &vm);

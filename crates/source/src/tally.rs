@@ -25,7 +25,6 @@ const MOST: u64 = 1 << 20;
 
 /// What was done for a replica. Times are in seconds since 1970.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
 pub struct Tally {
     /// Its name, as in the bookmarks.
     pub replica: String,
@@ -110,7 +109,6 @@ pub struct Work {
     /// Of a mirror: how far the replica was behind at the last batch, in seconds.
     pub lag: Option<f64>,
     /// Of a mirror: nothing is moved at this hour.
-    #[serde(default)]
     pub paused: bool,
     /// Of a mirror: how far it may fall behind, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -11,8 +11,8 @@
 //! goes on. [`Trail::leading_to`] starts at that epoch, takes the entry that ends in it, goes to the epoch after which that begins, by its id, takes
 //! the entry that ends in that one, and so on. The union of the entries from an epoch of the chain on holds every block that differs between that
 //! epoch and the last. Where the next entry is missing, does not say what changed, or cannot be read, the chain ends, and with
-//! it all that the new source claims to know: a replica further back is compared. So a commit that was not noted (a crash before its entry, an
-//! earlier version of dsync, a full disk, a lost tail after a power cut) breaks the chain, because the entry after it begins at an epoch
+//! it all that the new source claims to know: a replica further back is compared. So a commit that was not noted (a crash before its entry, a
+//! full disk, a lost tail after a power cut) breaks the chain, because the entry after it begins at an epoch
 //! in which no entry ends; and a log of another moment or another replica leads to other epochs, and says nothing. What the promoted
 //! disk holds beyond the epoch of its last commit is its unsure set, which is the change of the next entry of its history.
 //!
