@@ -61,7 +61,7 @@ impl Fetch {
         let name = Fetch::name(source, replica);
         let Tally { syncs, failed, fetched, .. } = Tally::read(&state.fetches_folder(), &name);
         let has_epoch = here.and_then(|here| here.lineage.as_ref()?.epoch).is_some();
-        // One that was made by hand, or by an earlier version, which kept no record, is only judged by itself and by the job's last run. It
+        // One that was made by hand, of which there is no record, is only judged by itself and by the job's last run. It
         // is another source's if a record says that the replica was fetched from that.
         let of_replica = format!(" {replica}");
         let is_recorded = |tally: &Tally| tally.syncs > 0 && tally.replica.ends_with(&of_replica);

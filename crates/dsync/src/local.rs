@@ -235,19 +235,13 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
         }
         Condition::Promoted => {
             let promoted = known.lineage.as_ref().and_then(|lineage| lineage.role.promoted);
-            let how = promoted.map_or_else(|| "was opened for writing".into(), |promoted| promoted.said());
-            let way_out = match known.is_source() {
-                true => {
-                    let command = known.lineage.as_ref().map(|lineage| completion(&known.path, lineage));
-                    let command = command.unwrap_or_else(|| format!("dsync promote {path}"));
-                    format!(
-                        "its promotion was interrupted (\"{command}\" completes it), or it was made with another state directory (pass that with \
-                         --state-dir)"
-                    )
-                }
-                false => "syncs to it are refused: \"dsync sync --adopt\" overwrites what was written".into(),
-            };
-            let what = format!("{how}, and {way_out}");
+            let said = promoted.map(|promoted| promoted.said()).unwrap_or_default();
+            let command = known.lineage.as_ref().map(|lineage| completion(&known.path, lineage));
+            let command = command.unwrap_or_else(|| format!("dsync promote {path}"));
+            let what = format!(
+                "{said}, and its promotion was interrupted (\"{command}\" completes it), or it was made with another state directory (pass \
+                 that with --state-dir)"
+            );
             ("promoted", Some(what))
         }
         Condition::Missing => {

@@ -12,6 +12,7 @@ use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::role::{Promoted, now};
+use crate::version::of_version;
 
 /// The group of a replica.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,7 +68,7 @@ pub struct Member {
     pub epoch: Epoch,
     /// The delta that brings the replica there; `None` if it was there already.
     pub stream: Option<Uuid>,
-    /// Names the state that this makes of the replica. `None` from earlier versions.
+    /// Names the state that this makes of the replica.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state: Option<Uuid>,
     /// The replica becomes a source, of that term.
@@ -109,10 +110,8 @@ pub struct Intent {
 impl Intent {
     /// The file's name in the group's folder.
     pub const NAME: &str = "intent";
-    /// The version that is written where an earlier dsync understands all of it. Those from it on are read.
+    /// The version that is written, and the only one that is read.
     pub const VERSION: u32 = 1;
-    /// The same where it would overlook a part, and take what was committed for what was not.
-    pub const VERSION_OF_MORE: u32 = 2;
 
     /// Of these members, now.
     pub fn new(group: &str, cut: Epoch, members: BTreeMap<PathBuf, Member>) -> Intent {
@@ -150,13 +149,7 @@ impl Intent {
                 .into(),
         }
         };
-        let intent: Intent = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        match intent.version {
-            Self::VERSION..=Self::VERSION_OF_MORE => Ok(Some(intent)),
-            other => {
-                Err(damaged(format!("version {other} is not known to this dsync: use the one that wrote it")))
-            }
-        }
+        of_version(&bytes, Self::VERSION, &path)?.map(Some).map_err(|e| damaged(e.to_string()))
     }
 
     /// Writes it down: durable on return, and all or nothing.
@@ -165,10 +158,7 @@ impl Intent {
     /// Also if it is longer than what is read: it would commit what nobody could complete.
     pub fn store(&self, folder: &dyn Folder) -> Result<()> {
         let failed = || io_error("write", &folder.path().join(Self::NAME));
-        let plain = self.owed.is_empty() && !self.promotes();
-        let version = if plain { Self::VERSION } else { Self::VERSION_OF_MORE };
-        let intent = Intent { version, ..self.clone() };
-        let bytes = serde_json::to_vec_pretty(&intent).map_err(|e| failed()(e.into()))?;
+        let bytes = serde_json::to_vec_pretty(self).map_err(|e| failed()(e.into()))?;
         if bytes.len() as u64 > MOST {
             return Err(ReplicaError::Refused(format!(
                 "the group {} has too many replicas with long paths to be committed together: its intent would take {}, and at most {} \

@@ -10,13 +10,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Keep {
     /// Moments of these times.
-    #[serde(default)]
     pub spans: Vec<Span>,
     /// The last so many moments.
-    #[serde(default)]
     pub last: u64,
     /// Bytes that all may take. `None`: as many as the file system has left.
-    #[serde(default)]
     pub bytes: Option<u64>,
 }
 

@@ -242,7 +242,6 @@ impl KnownReplica {
     /// True if it was made the source itself.
     pub fn is_source(&self) -> bool {
         self.condition == Condition::Promoted
-            && self.lineage.as_ref().and_then(|l| l.role.promoted).is_some_and(|promoted| promoted.term > 0)
     }
 
     /// The replica whose state is in `folder`; `path` is where it was when it was listed.

@@ -29,6 +29,8 @@ mod index;
 mod keep;
 mod role;
 
+mod version;
+
 mod intent;
 
 mod options;

@@ -11,6 +11,7 @@ use uuid::Uuid;
 use crate::error::{ReplicaError, Result, io_error};
 use crate::intent::Membership;
 use crate::role::{Released, Role};
+use crate::version::of_version;
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
@@ -21,13 +22,13 @@ const MOST: u64 = 8 << 20;
 
 /// What a replica knows of itself.
 ///
-/// More than fifteen fields: they are the keys of its JSON object, which earlier versions read.
+/// More than fifteen fields: they are the keys of its JSON object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lineage {
     /// Version of this format.
     pub version: u32,
     /// The destination's path, without links, when this was written.
-    #[serde(default, rename = "place")]
+    #[serde(rename = "place")]
     pub path: PathBuf,
     /// What names the disk, of a device of which something does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -162,7 +163,6 @@ pub struct Step {
     /// All is written and durable; only the names are to be changed.
     pub finished: bool,
     /// In place: what the file's time of change was when its positions were made durable, in nanoseconds since 1970; 0 before.
-    #[serde(default)]
     pub durable: i64,
 }
 
@@ -208,7 +208,6 @@ pub struct Toward {
     /// The delta was read from a live disk without a cut.
     pub fuzzy: bool,
     /// The delta is a batch.
-    #[serde(default)]
     pub batch: bool,
     /// The delta's stream.
     pub stream: Uuid,
@@ -234,10 +233,8 @@ impl Toward {
 }
 
 impl Lineage {
-    /// The version that is written. Those from 1 on are read.
-    pub const VERSION: u32 = 4;
-    /// The same of a member of a group, whose journal must not be merged by who knows nothing of groups.
-    pub const VERSION_OF_MEMBER: u32 = 5;
+    /// The version that is written, and the only one that is read.
+    pub const VERSION: u32 = 1;
 
     /// A lineage before the first commit.
     pub(crate) fn new() -> Lineage {
@@ -281,25 +278,8 @@ impl Lineage {
         }
         let mut bytes = vec![0; len as usize];
         file.read_at(0, &mut bytes).map_err(io_error("read", &path))?;
-        // The version first: what a newer program wrote need not parse.
-        #[derive(Deserialize)]
-        struct Version {
-            version: u32,
-        }
-        let version: Version = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        if !(1..=Self::VERSION_OF_MEMBER).contains(&version.version) {
-            return Err(ReplicaError::Refused(format!(
-                "{} has version {}, this dsync knows versions 1 to {}: use the dsync that wrote it, or a newer one",
-                path.display(),
-                version.version,
-                Self::VERSION_OF_MEMBER
-            )));
-        }
-        let mut lineage: Lineage = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        if version.version < Self::VERSION && is_unsure(&bytes) {
-            lineage.unsure = Unsure::Everything;
-            lineage.step.iter_mut().for_each(|step| step.unsure = Unsure::Everything);
-        }
+        let lineage: Lineage =
+            of_version(&bytes, Self::VERSION, &path)?.map_err(|e| damaged(e.to_string()))?;
         if let Some(step) = &lineage.step {
             if step.positions.windows(2).any(|w| w[0].upto >= w[1].upto) {
                 return Err(damaged("its positions do not ascend".into()));
@@ -311,9 +291,7 @@ impl Lineage {
     /// Puts this lineage in place of the folder's, durably.
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(NAME);
-        let version = if self.group.is_some() { Self::VERSION_OF_MEMBER } else { Self::VERSION };
-        let lineage = Lineage { version, ..self.clone() };
-        let bytes = serde_json::to_vec_pretty(&lineage).map_err(|e| io_error("write", &path)(e.into()))?;
+        let bytes = serde_json::to_vec_pretty(self).map_err(|e| io_error("write", &path)(e.into()))?;
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
     }
 
@@ -400,26 +378,6 @@ impl Lineage {
             at: Some(at),
         }
     }
-}
-
-/// What an earlier version wrote where it could say that, but not in which blocks.
-fn is_unsure(bytes: &[u8]) -> bool {
-    #[derive(Default, Deserialize)]
-    #[serde(default)]
-    struct Flags {
-        ahead: bool,
-        foreign: bool,
-        lacking: bool,
-        step: Option<Box<Flags>>,
-        toward: Option<Box<Flags>>,
-    }
-    impl Flags {
-        fn any(&self) -> bool {
-            let within = [&self.step, &self.toward].into_iter().flatten().any(|flags| flags.any());
-            self.ahead || self.foreign || self.lacking || within
-        }
-    }
-    serde_json::from_slice::<Flags>(bytes).is_ok_and(|flags| flags.any())
 }
 
 /// Positions after `[0, upto)` was brought to `epoch`.
@@ -546,24 +504,7 @@ mod tests {
         assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&marked));
         lineage.store(&folder).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
-        // Without a term; with the mark of an earlier version.
-        let mark = r#""promoted": {"by": "served", "since": 7}, "source""#;
-        std::fs::write(&path, text.replace("\"term\": 1", "\"then\": 1").replace("\"source\"", mark))
-            .unwrap();
-        let read = Lineage::load(&folder).unwrap().unwrap().role;
-        assert_eq!((read.term, read.promoted.unwrap().term), (1, 0));
-        // What earlier versions said without naming blocks.
-        let old = text.replace("\"version\": 4", "\"version\": 3");
-        for (was, unsure) in [
-            (old.clone(), Unsure::Nothing),
-            (old.replace("\"source\"", "\"ahead\": true, \"source\""), Unsure::Everything),
-            (old.replacen("\"version\"", "\"foreign\": true, \"version\"", 1), Unsure::Everything),
-            (old.replace("\"fuzzy\"", "\"lacking\": true, \"fuzzy\""), Unsure::Everything),
-        ] {
-            std::fs::write(&path, was).unwrap();
-            assert_eq!(Lineage::load(&folder).unwrap().unwrap().unsure, unsure);
-        }
-        std::fs::write(&path, text.replace("\"version\": 4", "\"version\": 6")).unwrap();
+        std::fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).unwrap();
         assert!(Lineage::load(&folder).unwrap_err().to_string().contains("newer"));
         std::fs::write(&path, &text[..text.len() / 2]).unwrap();
         assert!(matches!(Lineage::load(&folder), Err(ReplicaError::Damaged { .. })));

@@ -1,12 +1,10 @@
 //! Where a replica's state is kept, and whose it is.
 //!
 //! The state of a file's replica is in `.NAME.dsync/` beside the file; that of a device's in a folder named after the disk, below
-//! [`Options::devices`]. [`Options::folder`] overrides both. Nothing here takes a lock, and nothing but [`name_after_disk`] changes
-//! anything.
+//! [`Options::devices`]. [`Options::folder`] overrides both. Nothing here takes a lock or changes anything.
 
 use std::path::{Path, PathBuf};
 
-use device::{Dir, Folder};
 use rustix::fs::FileType;
 
 use crate::error::{ReplicaError, Result, io_error};
@@ -72,47 +70,16 @@ pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<
                 path.display()
             )));
         }
-        (None, Some(FileType::BlockDevice)) => folder_of_device(path, &canonical, &options.devices)?,
+        (None, Some(FileType::BlockDevice)) => folder_of_device(&canonical, &options.devices)?,
         (None, _) => folder_beside(&canonical),
     };
     Ok((canonical, kind, folder))
 }
 
-/// The folder of a replica on a device: by what names the disk; by the kernel's name for it where nothing does, or where an
-/// earlier dsync has made the folder.
-fn folder_of_device(path: &Path, canonical: &Path, root: &Path) -> Result<PathBuf> {
-    let by_name = |path: &Path| root.join(path.to_string_lossy().trim_start_matches('/').replace('/', "-"));
-    let number = device::identity(canonical)?.dev;
-    let Some(id) = device::disk_id(number) else { return Ok(by_name(canonical)) };
-    let by_id = root.join(&id);
-    if by_id.exists() {
-        return Ok(by_id);
-    }
-    let absolute = std::path::absolute(path).map_err(io_error("find", path))?;
-    for old in [by_name(canonical), by_name(&absolute)] {
-        if !old.is_dir() {
-            continue;
-        }
-        let dir = device::Dir::open(&old).map_err(io_error("open", &old))?;
-        let known = Lineage::load(&dir)?;
-        if known.is_some_and(|lineage| lineage.disk.is_none_or(|disk| disk == id)) {
-            return Ok(old);
-        }
-    }
-    Ok(by_id)
-}
-
-/// Gives a folder that is named after the kernel's name of a device the name of the disk.
-pub(crate) fn name_after_disk(folder: PathBuf, canonical: &Path, options: &Options) -> Result<PathBuf> {
-    let id = device::identity(canonical).ok().and_then(|identity| device::disk_id(identity.dev));
-    let (None, Some(id), true) = (&options.folder, id, folder.is_dir()) else { return Ok(folder) };
-    let by_id = options.devices.join(id);
-    if by_id == folder {
-        return Ok(folder);
-    }
-    let moved = std::fs::rename(&folder, &by_id);
-    moved.and_then(|()| Dir::existing(&options.devices)?.sync()).map_err(io_error("rename", &folder))?;
-    Ok(by_id)
+/// The folder of a replica on a device: by what names the disk; by the kernel's name for it where nothing does.
+fn folder_of_device(canonical: &Path, root: &Path) -> Result<PathBuf> {
+    let name = || canonical.to_string_lossy().trim_start_matches('/').replace('/', "-");
+    Ok(root.join(device::disk_id(device::identity(canonical)?.dev).unwrap_or_else(name)))
 }
 
 /// The folder in which the state of the replica at `path` is kept, or would be.

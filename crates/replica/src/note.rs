@@ -55,10 +55,8 @@ pub(crate) struct Note {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<(u64, i64)>,
     /// The last delta that was brought to the file.
-    #[serde(default)]
     pub stream: Option<Uuid>,
     /// The change time that the lineage had for the file then.
-    #[serde(default)]
     pub since: Option<i64>,
 }
 

@@ -10,7 +10,7 @@ use crate::error::{ReplicaError, Result, io_error};
 use crate::foreign::covered;
 use crate::journal::{ARRIVING, WHOLE};
 use crate::lineage::{Lineage, Stamp, Unsure};
-use crate::locate::{locate, moved_from, name_after_disk, refuse_others_state};
+use crate::locate::{locate, moved_from, refuse_others_state};
 use crate::note::{self, Foreign};
 use crate::options::Options;
 use crate::past::Settings;
@@ -39,7 +39,6 @@ impl Replica {
             }
         }
         let device = kind == Some(FileType::BlockDevice);
-        let folder_path = if device { name_after_disk(folder_path, &path, options)? } else { folder_path };
         // What is refused leaves no folder behind.
         if kind.is_some() && !device && !options.adopt && !options.replace && !folder_path.exists() {
             return Err(moved_from(&path, &folder_path).unwrap_or(ReplicaError::NotAReplica(path)));

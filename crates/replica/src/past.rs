@@ -32,6 +32,7 @@ use crate::journal::{self, Input};
 use crate::keep::Keep;
 use crate::lineage::{self, Lineage};
 use crate::unsure::UnsureSet;
+use crate::version::of_version;
 use crate::views;
 
 /// An undo delta that is being written.
@@ -256,7 +257,6 @@ pub(crate) struct Settings {
     pub version: u32,
     pub keep: Keep,
     /// A state to which the replica was rewound, and when it had come to it first.
-    #[serde(default)]
     pub rewound: Option<(Uuid, u64)>,
     /// States to which it was rewound, and when that was, in seconds since 1970: what it was then is as late as that.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -294,17 +294,17 @@ impl Settings {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             read => read.map_err(|e| io_error("read", &path())(e))?,
         }
-        let why = match serde_json::from_slice::<Settings>(&bytes) {
-            Ok(settings) if settings.version == 1 => {
-                return Ok(Some(settings).filter(|settings| !settings.keep.is_nothing()));
-            }
-            Ok(settings) => format!("it is of version {}", settings.version),
-            Err(error) => error.to_string(),
+        let damaged = |error: serde_json::Error| {
+            ReplicaError::Damaged {
+            path: path(),
+            why: error.to_string(),
+            way_out: "it says what is kept of the past of the replica: remove it, and pass to the next sync what is to be kept, as in \
+                      \"dsync sync --keep 24h\""
+                .into(),
+        }
         };
-        let way_out = "it says what is kept of the past of the replica: remove it, and pass to the next sync what is to be kept, as in \
-                       \"dsync sync --keep 24h\""
-            .into();
-        Err(ReplicaError::Damaged { path: path(), why, way_out })
+        let settings: Settings = of_version(&bytes, 1, &path())?.map_err(damaged)?;
+        Ok(Some(settings).filter(|settings| !settings.keep.is_nothing()))
     }
 
     pub(crate) fn new(keep: Keep) -> Settings {
@@ -334,7 +334,7 @@ pub(crate) fn since(folder: &dyn Folder, lineage: &Lineage, settings: Option<&Se
     if lineage.at.is_some() {
         return lineage.at;
     }
-    // Of an earlier version.
+    // Of a former source, which no commit has made what it is.
     let written = lineage.stamp.as_ref().and_then(|stamp| stamp.written);
     let written = written.and_then(|written| u64::try_from(written).ok());
     Some(written.or_else(|| folder.modified(lineage::NAME))? / 1_000_000_000)

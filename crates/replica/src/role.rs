@@ -15,15 +15,10 @@ use uuid::Uuid;
 /// The term of a source before any promotion.
 pub const FIRST_TERM: u64 = 1;
 
-fn first_term() -> u64 {
-    FIRST_TERM
-}
-
 /// What a disk with a lineage is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Role {
     /// The term of the source that it last took something from, or was itself.
-    #[serde(default = "first_term")]
     pub term: u64,
     /// The lives that led to what it holds, but for the blocks that it is unsure of. Of a promoted one, to what it was then.
     #[serde(default, skip_serializing_if = "Lives::is_empty")]
@@ -51,10 +46,8 @@ pub struct Promoted {
     /// When, in seconds since 1970.
     pub since: u64,
     /// Names it: the id of the epoch with which it begins.
-    #[serde(default)]
     pub id: Uuid,
-    /// Its term. 0: an earlier dsync opened the replica for writing, as a source with an id of its own.
-    #[serde(default)]
+    /// Its term.
     pub term: u64,
     /// Its source had said that there was no more.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -145,10 +138,7 @@ impl Default for Role {
 impl Promoted {
     /// What happened to the replica, as the part of a sentence that begins with its name.
     pub fn said(&self) -> String {
-        match self.term {
-            0 => format!("was opened for writing on {}", device::moment(self.since)),
-            term => format!("was promoted on {} (term {term})", device::moment(self.since)),
-        }
+        format!("was promoted on {} (term {})", device::moment(self.since), self.term)
     }
 }
 

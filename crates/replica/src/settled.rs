@@ -58,7 +58,7 @@ pub fn is_committing(path: &Path, lineage: &Lineage, options: &Options) -> Resul
 }
 
 /// Makes sure that what is at `path` may be read as a disk, where it is a replica: what a crash left of a commit is finished,
-/// if that is needed and can be done. One that dsync has opened for writing is a disk of its own.
+/// if that is needed and can be done. One that was promoted is a disk of its own.
 ///
 /// # Errors
 /// Refused if it holds what its source never was; as for [`Replica::open`] if it cannot be completed.

@@ -42,7 +42,6 @@ pub struct Status {
     /// What opening the replica had to mend, as a text.
     pub recovered: Option<String>,
     /// There was a replica, and its file is gone: another one begins only where that is asked for.
-    #[serde(default)]
     pub gone: bool,
     /// In what way others changed the destination since the last commit, where [`Options::doubt`] let it pass.
     pub changed: Option<String>,
@@ -50,7 +49,6 @@ pub struct Status {
     #[serde(flatten)]
     pub role: Role,
     /// The group whose replicas it is committed with.
-    #[serde(default)]
     pub group: Option<String>,
 }
 

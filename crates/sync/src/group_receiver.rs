@@ -96,9 +96,8 @@ fn refuse_another(group: &Group, asked: &OpenGroup, dir: &Path, state: &dyn Site
     let (mut ours, mut others) = (false, Vec::new());
     for (path, member) in &intent.members {
         let is_asked = |open: &Open| {
-            // From an earlier version nothing tells.
             open.path.file_name() == path.file_name()
-                || open.origin.as_ref().is_none_or(|origin| origin.uuid == member.source)
+                || open.origin.as_ref().is_some_and(|origin| origin.uuid == member.source)
         };
         ours |= asked.members.iter().any(is_asked);
         let there = state.exists(path).then(|| state.lineage(path, &state.opening(None))).transpose()?;

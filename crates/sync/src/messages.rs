@@ -81,13 +81,12 @@ pub(crate) const COMMIT_GROUP: u8 = 18;
 pub(crate) const GROUP_COMMITTED: u8 = 19;
 pub(crate) const VERDICT: u8 = 20;
 
-/// What a verification found of which it is known what changed since. An earlier version passes over it.
+/// What a verification found of which it is known what changed since.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Found {
     /// Bytes that differ, now that it has ended; 0 if they were repaired.
     pub bytes_differing: u64,
     /// Blocks that changed since the replica's epoch were not compared.
-    #[serde(default)]
     pub but_changed: bool,
 }
 
@@ -99,26 +98,20 @@ pub(crate) struct Open {
     pub commit: Commit,
     pub adopt: bool,
     /// Create another replica if one is gone.
-    #[serde(default)]
     pub create: bool,
     /// It will be compared and perhaps repaired: other programs may have changed it.
     pub verify: bool,
     /// Keep digests of the replica from one sync to the next.
     pub digests: Option<Digests>,
     /// The source's storage, for a replica's side on the same host.
-    #[serde(default)]
     pub source: Option<Storage>,
     /// What of its past the replica is to keep.
-    #[serde(default)]
     pub keep: Option<Keep>,
-    /// That applies although nothing may have to be sent, and so does that it leaves its group. False in a dry run, and from earlier versions.
-    #[serde(default)]
+    /// That applies although nothing may have to be sent, and so does that it leaves its group. False in a dry run.
     pub keep_anyway: bool,
-    /// Which source it is. `None` from earlier versions.
-    #[serde(default)]
+    /// Which source it is. `None` where nothing comes of one.
     pub origin: Option<Origin>,
     /// What only it has may be given up, once the source's side has told since when.
-    #[serde(default)]
     pub give_up: Option<GiveUp>,
 }
 
@@ -143,11 +136,9 @@ pub(crate) struct Origin {
     pub lives: Lives,
     /// The group that it is in: a replica of another one leaves that.
     pub group: Option<String>,
-    /// The time at its host, in seconds since 1970. `None` from earlier versions.
-    #[serde(default)]
+    /// The time at its host, in seconds since 1970. `None` where that is not known.
     pub now: Option<u64>,
-    /// Where it is, `HOST:PATH`, for people. Empty from earlier versions.
-    #[serde(default)]
+    /// Where it is, `HOST:PATH`, for people. Empty where that is not known.
     pub place: String,
 }
 
@@ -176,14 +167,11 @@ pub(crate) struct Primary {
     /// Bytes written to it since, at least; `None` if that is not known.
     pub written: Option<u64>,
     /// The epoch at which its term began, and the lives that led to what it is.
-    #[serde(default)]
     pub began: Option<Epoch>,
     pub lives: Lives,
     /// Its history goes back to the epoch in common.
-    #[serde(default)]
     pub reaches: bool,
     /// Others may have written to it since: no delta has all of that.
-    #[serde(default)]
     pub doubted: bool,
 }
 
@@ -242,13 +230,10 @@ pub(crate) struct Status {
     /// Bytes of its encoded unsure set, which follows as [`UNSURE`].
     pub unsure_bytes: usize,
     /// Some of its blocks take space: it is not known to read as zeroes.
-    #[serde(default)]
     pub holds_data: bool,
     /// It is not a replica, but the same source itself: nothing will be received.
-    #[serde(default)]
     pub primary: Option<Primary>,
     /// It keeps a moment of each of these periods.
-    #[serde(default)]
     pub moments: Option<Moments>,
     /// A former source: the latest epochs at which it can be demoted anew, ascending.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -278,7 +263,6 @@ pub(crate) struct Plan {
     /// Bytes of changes, as far as is known.
     pub bytes: u64,
     /// Of these, what may need room: all but what the source knows to be zero.
-    #[serde(default)]
     pub data: u64,
     /// The source asks for digests of the replica.
     pub compare: Option<Scope>,
@@ -292,28 +276,21 @@ pub(crate) struct Plan {
     /// Batches of a mirror follow, until the source says goodbye.
     pub mirror: Option<MirrorPlan>,
     /// The member of the group that the delta is for.
-    #[serde(default)]
     pub member: usize,
     /// The delta is prepared for the commit of the group. Answered with Prepared.
-    #[serde(default)]
     pub prepare: bool,
     /// Nothing follows, now or later: the source has ended with this epoch. Answered with Committed.
-    #[serde(default)]
     pub release: Option<Released>,
     /// The delta is a seed: epochs of the source that came before its own, ascending.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub before: Vec<Epoch>,
     /// Only digests are needed for now: after them comes a new Status, and another plan.
-    #[serde(default)]
     pub looks_first: bool,
     /// The replica was found to be as it was, whatever its times say. Answered with Committed.
-    #[serde(default)]
     pub accept: bool,
     /// What was written there since the point in common is given up, as Open has said. Answered with a new Status, and another plan.
-    #[serde(default)]
     pub give_up: Option<Apart>,
     /// The delta may be answered with a new Status: it was counted, as there was no room for it, and is to be sent once more.
-    #[serde(default)]
     pub resends: bool,
 }
 
@@ -339,7 +316,6 @@ pub(crate) struct Confirmed {
     /// From its first byte to its commit, in microseconds.
     pub micros: u64,
     /// What the user should know of it, and of those before.
-    #[serde(default)]
     pub warnings: Vec<String>,
 }
 
@@ -352,7 +328,6 @@ pub(crate) struct Committed {
     /// What became of the requested digests.
     pub digests: Option<String>,
     /// What the user should know of the commit.
-    #[serde(default)]
     pub warnings: Vec<String>,
 }
 

@@ -27,17 +27,14 @@ pub struct SyncOptions {
     /// Take over a file or device that is not a replica of this source, after comparing all of it.
     pub adopt: bool,
     /// Adopt it also if most of what it holds differs from the source.
-    #[serde(default)]
     pub overwrite: bool,
     /// Adopt also a file that is larger than the source, and cut off what it has beyond.
     pub shrink: bool,
     /// The source is what it holds now, also if that is not what its record ends with.
-    #[serde(default)]
     pub accept_source: bool,
     /// Create a new replica although the source knows of one that is not found.
     pub create: bool,
     /// What the destination has and the source has not may be given up, in this way.
-    #[serde(default)]
     pub give_up: Option<GiveUp>,
     /// Only to a replica that is there.
     #[serde(skip)]

@@ -21,7 +21,7 @@ pub(crate) fn refuse_adoption(
     let lineage = state.lineage(path, options).unwrap_or(None);
     let marked = lineage.and_then(|lineage| lineage.role.promoted).map(|promoted| promoted.term);
     let known = state.source(&path.to_string_lossy()).unwrap_or(None).map(|(_, about)| about.term);
-    // The mark of an earlier version has no term; a source in its first term may be restored from a replica.
+    // A source in its first term may be restored from a replica.
     match marked.or(known).filter(|term| *term > FIRST_TERM) {
         Some(term) => Err(SyncError::Refused(is_source(path, term))),
         None => Ok(()),
@@ -59,7 +59,7 @@ pub(crate) fn primary_at(
 ) -> Result<Option<Primary>, SyncError> {
     // What cannot be looked at is reported when it is opened.
     let lineage = state.lineage(path, options).unwrap_or(None);
-    let promoted = lineage.as_ref().and_then(|l| l.role.promoted).filter(|promoted| promoted.term > 0);
+    let promoted = lineage.as_ref().and_then(|l| l.role.promoted);
     if (lineage.is_some() && promoted.is_none()) || !state.exists(path) {
         return Ok(None);
     }

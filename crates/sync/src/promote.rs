@@ -104,12 +104,8 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
         _ => error.into(),
     })?;
     let before = replica.recorded().role.promoted;
-    let outlook = match before {
-        Some(Promoted { term: 0, .. }) => return Err(already(path, 0)),
-        // It was allowed then.
-        Some(_) => replica.outlook(true, None)?,
-        None => replica.outlook(options.force, None)?,
-    };
+    // One that was begun was allowed then.
+    let outlook = replica.outlook(options.force || before.is_some(), None)?;
     let mut promotion = told(&replica, &outlook);
     promotion.dry_run = options.dry_run;
     promotion.completed = before.is_some();
@@ -160,9 +156,8 @@ fn is_source(state: &dyn Site, path: &Path, term: u64) -> bool {
 }
 
 pub(crate) fn already(path: &Path, term: u64) -> SyncError {
-    let term = if term > 0 { format!(" (term {term})") } else { String::new() };
     SyncError::Refused(format!(
-        "{} is a source already{term}: serve it with \"dsync serve\", or sync from it. Its replica is promoted where that is",
+        "{} is a source already (term {term}): serve it with \"dsync serve\", or sync from it. Its replica is promoted where that is",
         path.display()
     ))
 }

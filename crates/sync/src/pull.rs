@@ -93,10 +93,8 @@ pub struct SourceInfo {
     /// It is a disk tracked in the kernel.
     pub tracked: bool,
     /// Its bytes, and those that its server offers, which was started before it was resized.
-    #[serde(default)]
     pub resized: Option<(u64, u64)>,
     /// Of an image that no epoch is of yet: the format in which it contains a disk.
-    #[serde(default)]
     pub container: Option<String>,
 }
 

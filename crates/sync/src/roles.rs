@@ -22,7 +22,7 @@ fn lineage(path: &Path, state: &dyn Site) -> Result<Option<Lineage>, SyncError> 
 /// Refuses a replica whose promotion was interrupted: it is neither.
 pub(crate) fn refuse_unfinished(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
     let Some(lineage) = lineage(path, state)? else { return Ok(()) };
-    let Some(promoted) = lineage.role.promoted.filter(|promoted| promoted.term > 0) else { return Ok(()) };
+    let Some(promoted) = lineage.role.promoted else { return Ok(()) };
     if let Some((group, dir)) = state.promotes_still(&state.real(path), &lineage)? {
         return Err(SyncError::Refused(format!(
             "the promotion of {} with its group {group} was interrupted, and the others may not be sources yet: run \"dsync promote --group \

@@ -113,7 +113,6 @@ pub struct Verified {
     /// What opening the replica had to mend.
     pub recovered: Option<String>,
     /// What the user should know of the repair.
-    #[serde(default)]
     pub warnings: Vec<String>,
 }
 

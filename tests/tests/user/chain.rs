@@ -197,7 +197,7 @@ fn what_is_behind_a_gap_is_compared() {
                 let len = now.len();
                 match gap {
                     "no trail" => std::fs::remove_file(trail(&b)).expect("no trail"),
-                    // As a crash, and an earlier version, leave it.
+                    // As a crash leaves it.
                     "not noted" => std::fs::write(trail(&b), before).expect("a trail"),
                     "damaged" => {
                         now[(before.len() + len) / 2] ^= 4;

@@ -124,7 +124,7 @@ fn a_restored_state_is_not_believed() {
     }
 }
 
-/// Leaves in the stamps of all sources what there is after a reboot, or was in earlier versions: nothing of the kernel's count.
+/// Leaves in the stamps of all sources what there is after a reboot: nothing of the kernel's count.
 fn forget_counts(state: &Path) {
     for folder in std::fs::read_dir(state.join("sources")).expect("sources") {
         let stamp = folder.expect("a source").path().join("stamp");

@@ -132,28 +132,6 @@ fn what_is_forgotten_is_gone_and_what_is_in_use_is_not_forgotten() {
     scene.sync(&[]).code(4).says(&["--adopt"]);
 }
 
-/// A replica that an earlier version has opened for writing, as a source of its own, and whose file is gone: every message leads out.
-#[test]
-fn a_replica_that_was_opened_for_writing_and_is_gone_is_begun_anew_or_forgotten() {
-    for forgets in [false, true] {
-        let scene = Scene::synced("an earlier version's mark", 8 * MIB);
-        let replica = scene.replica.display().to_string();
-        let lineage = scene.site.path("replica/.vm.raw.dsync/lineage");
-        let text = std::fs::read_to_string(&lineage).expect("a lineage");
-        let mark = "\"promoted\": {\"by\": \"served\", \"since\": 7}, \"source\"";
-        std::fs::write(&lineage, text.replacen("\"source\"", mark, 1)).expect("a lineage");
-        scene.sync(&[]).code(4).says(&["was opened for writing", "dsync demote"]);
-        std::fs::remove_file(&scene.replica).expect("a replica");
-        scene.sync(&[]).output().says(&["is gone", "--create", &format!("dsync forget {replica}")]);
-        if forgets {
-            scene.site.dsync(["forget", &replica]).ok();
-            scene.sync(&[]).code(4).says(&["is missing", "--create"]);
-        }
-        scene.sync(&["--create"]).ok();
-        scene.equal();
-    }
-}
-
 /// Names for one destination are one replica to its source: it is at one epoch, counts once, and is forgotten by either.
 #[test]
 fn a_replica_that_is_reached_by_two_names_has_one_bookmark() {

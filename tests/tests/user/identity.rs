@@ -330,39 +330,6 @@ fn disks_that_are_exchanged_under_one_name() {
     sync(&scene, &place, &option).code(4).says(&["on the disk", "--journal-dir"]);
 }
 
-/// What an earlier dsync kept under the kernel's name of a device is found, and moves to the disk's own.
-#[test]
-fn state_under_the_kernels_name_moves_on() {
-    let what = "state under the kernel's name of a device";
-    if !need_root(what) || !need(&["losetup"], what) {
-        return;
-    }
-    let mut scene = Scene::new(what, 8 * MIB);
-    let file = scene.site.image("device.img", 8 * MIB);
-    let Some(disk) = Loop::new(&file) else { return skipped(what, "there is no loop device") };
-    sync(&scene, disk.device(), &[]).ok();
-    let replicas = scene.site.state().join("replicas");
-    let folder =
-        || std::fs::read_dir(&replicas).expect("replicas").flatten().next().expect("a replica").path();
-    let named = folder();
-    let old = replicas.join(disk.device().to_string_lossy().trim_start_matches('/').replace('/', "-"));
-    assert_ne!(named, old);
-    std::fs::rename(&named, &old).expect("a folder");
-    // As it was written then.
-    let path = old.join("lineage");
-    let mut lineage: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(&path).expect("a lineage")).expect("JSON");
-    lineage.as_object_mut().expect("an object").remove("disk");
-    lineage["stamp"].as_object_mut().expect("a stamp").remove("medium");
-    std::fs::write(&path, lineage.to_string()).expect("a lineage");
-    let status = scene.site.dsync(["status"]).arg(disk.device()).ok().text();
-    assert!(status.contains("consistent, at epoch"), "{status}");
-    scene.change(5);
-    assert_eq!(sync(&scene, disk.device(), &[]).ok().summary()["method"], "tracked");
-    assert_eq!(folder(), named);
-    assert_same(&scene.image, disk.device());
-}
-
 /// Where the source knows of a replica, no other is begun without a word.
 #[test]
 fn a_replica_that_is_away_is_not_made_anew() {

@@ -572,7 +572,7 @@ fn a_replica_that_is_fetched_no_more_is_reported_by_its_own_host() {
     assert!(told.contains("none was ever complete") && told.contains("a copy of another source"), "{told}");
     fetch(&image);
     assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (none(), vec![true]));
-    // An earlier version kept no record of what it fetched.
+    // One that was fetched by hand has no record.
     std::fs::remove_dir_all(far.site.state().join("fetches")).expect("the records");
     run().env("RSH_CUT", "10").code(1);
     assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (vec!["failing".into()], vec![true]));

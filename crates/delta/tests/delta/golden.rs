@@ -1,4 +1,4 @@
-//! Deltas as earlier versions wrote them. They lie in `tests/golden`, each beside what is in it or why it is refused, and are
+//! Deltas as they were written once. They lie in `tests/golden`, each beside what is in it or why it is refused, and are
 //! never written again: what reads them not is no dsync.
 //!
 //! To add some: `cargo test -p delta -- --ignored write_golden_files`, which leaves those alone that exist.

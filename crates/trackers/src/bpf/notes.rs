@@ -67,7 +67,6 @@ pub(super) struct Notes {
     /// The counts just before the last checkpoint, if it is not released.
     pub pending: Option<Counts>,
     /// The token of the last checkpoint, if it is not released.
-    #[serde(default)]
     pub ended: Option<Uuid>,
     /// Writes of the epoch released last were not recorded: one of them may land in this one.
     pub doubtful: bool,
