@@ -207,7 +207,7 @@ impl Replica {
     /// durable just now that comes before the first write.
     ///
     /// # Errors
-    /// If the note cannot be written: without it, a file that was written to would be doubted. Where only the room is missing,
+    /// If the note cannot be written, or made durable: without it, a file that was written to would be doubted. Where only the room is missing,
     /// it is done without. If others have changed the destination since it was left alone: after the note nothing tells.
     pub(crate) fn work(&mut self, durable: bool) -> Result<Keeping> {
         self.herald()?;
@@ -227,7 +227,7 @@ impl Replica {
             }
         }
         if let Some(working) = self.working().filter(|_| durable) {
-            working.make_durable(self.state());
+            working.make_durable(self.state()).map_err(io_error("sync", &self.folder().join(note::NAME)))?;
         }
         Ok(self.working().map(Working::keeping).unwrap_or_default())
     }

@@ -290,9 +290,10 @@ impl Working {
     }
 
     /// Makes the note of a file durable. Of a device it tells nothing after a power cut.
-    pub(crate) fn make_durable(&self, folder: &dyn Folder) {
-        if self.clock.is_some() {
-            let _ = self.file.sync().and_then(|()| folder.sync());
+    pub(crate) fn make_durable(&self, folder: &dyn Folder) -> io::Result<()> {
+        match self.clock {
+            Some(_) => self.file.sync().and_then(|()| folder.sync()),
+            None => Ok(()),
         }
     }
 

@@ -285,6 +285,28 @@ fn a_write_during_the_flush_of_batches_is_noticed() {
     assert!(matches!(open_frail(&path, &power, None), Err(ReplicaError::Changed { .. })));
 }
 
+/// What is written and made durable behind a note that is not would be taken for another program's after a power cut.
+#[test]
+fn nothing_is_written_behind_a_note_that_is_not_durable() {
+    let _alone = alone();
+    let source = source();
+    let begin = |failing: u64| {
+        let temp = testing::in_memory();
+        let power = Power::new(Outage::Kill);
+        let mut replica = open_frail(&temp.path().join("vm.raw"), &power, None).unwrap();
+        merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+        let before = power.steps();
+        power.fail_at(before + failing, 1, 5);
+        (replica.work(true).map(drop), power.steps() - before)
+    };
+    let (begun, steps) = begin(1 << 32);
+    begun.unwrap();
+    assert!(steps > 2, "{steps}");
+    for failing in 1..=steps {
+        assert!(begin(failing).0.is_err(), "step {failing} of {steps}");
+    }
+}
+
 /// A batch is refused because somebody has written meanwhile, and then the power is cut: that it was noticed is not forgotten.
 #[test]
 fn a_write_that_was_noticed_outlives_a_power_cut() {
