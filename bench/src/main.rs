@@ -3,6 +3,7 @@
 
 mod artifact;
 mod churn;
+mod clones;
 mod compare;
 mod compress;
 mod content;
@@ -129,6 +130,8 @@ enum What {
     /// The mirror: figures 3 to 8 of its paper, the destination's writes, limits, and what it costs the writer, and a reader it; --only
     /// fig3,…,fig8,destination,limits,cost,reader for some of it
     Mirror,
+    /// Images on XFS and Btrfs that are tracked by clones: what a clone and finding the changes cost, by the number of their pieces
+    Clones,
     /// Writing to a live disk that is tracked, beside one that is not
     Track,
     /// An older copy brought up to date without a record: here, and over a link of 1 Gbit/s
@@ -241,13 +244,14 @@ fn own(subcommand: &str) -> Command {
 type Scenario = fn(&Bench, &mut Report) -> Result<()>;
 
 /// All scenarios by name.
-const SCENARIOS: [(&str, Scenario); 19] = [
+const SCENARIOS: [(&str, Scenario); 20] = [
     ("sync", sync::sync),
     ("compare", compare::compare),
     ("rolling", rolling::rolling),
     ("serve", serve::serve),
     ("idle", idle::idle),
     ("compress", compress::compress),
+    ("clones", clones::clones),
     ("track", track::track),
     ("link", link::link),
     ("far", far::far),
@@ -277,6 +281,7 @@ impl What {
             What::Serve => "serve",
             What::Idle => "idle",
             What::Compress => "compress",
+            What::Clones => "clones",
             What::Track => "track",
             What::Link => "link",
             What::Mirror => "mirror",

@@ -70,12 +70,12 @@ pub(crate) struct Loop {
 }
 
 impl Loop {
-    /// Makes a btrfs in a sparse file of `size` bytes and mounts it on a folder beside it.
-    pub(crate) fn btrfs(file: &Path, size: u64) -> Result<Loop> {
+    /// Makes a file system of this kind in a sparse file of `size` bytes and mounts it on a folder beside it.
+    pub(crate) fn formatted(file: &Path, kind: &str, size: u64) -> Result<Loop> {
         sparse(file, size)?;
-        process::run(command("mkfs.btrfs").args(["-q"]).arg(file), QUICK)?;
+        process::run(command(&format!("mkfs.{kind}")).args(["-q"]).arg(file), QUICK)?;
         let mut made = Loop::over(file, true)?;
-        made.mount("btrfs", &file.with_extension("mounted"))?;
+        made.mount(kind, &file.with_extension("mounted"))?;
         Ok(made)
     }
 

@@ -53,7 +53,7 @@ struct Kept {
 
 impl Kept {
     fn new(file: &Path, bytes: u64, (name, how): (&'static str, How)) -> Result<Kept> {
-        let volume = Loop::btrfs(file, bytes)?;
+        let volume = Loop::formatted(file, "btrfs", bytes)?;
         run(command("btrfs").args(["-q", "subvolume", "create"]).arg(volume.folder().join("live")), LIMIT)?;
         Ok(Kept { name, how, volume })
     }

@@ -351,7 +351,7 @@ struct Btrfs {
 impl Btrfs {
     fn new(content: &Content, folder: &Path) -> Result<Btrfs> {
         let bytes = content.blocks() * crate::limit::BLOCK;
-        let make = |name: &str| Loop::btrfs(&folder.join(name), 4 * bytes + (2 << 30));
+        let make = |name: &str| Loop::formatted(&folder.join(name), "btrfs", 4 * bytes + (2 << 30));
         let mut peer = Btrfs { from: make("btrfs-from")?, to: make("btrfs-to")?, round: 0 };
         run(command("btrfs").args(["-q", "subvolume", "create"]).arg(peer.live()), LIMIT)?;
         content.write(&peer.live().join("image"))?;

@@ -39,10 +39,12 @@ pub fn tells_places(file: &File) -> io::Result<bool> {
 /// # Errors
 /// If the file system cannot, or there is no room.
 pub fn clone_file(from: &File, to: &File) -> io::Result<()> {
-    // Btrfs shares content of files without copy-on-write only with such files.
-    let flags = ioctl_getflags(from).unwrap_or(IFlags::empty());
-    if flags.contains(IFlags::NOCOW) {
-        ioctl_setflags(to, ioctl_getflags(to)? | IFlags::NOCOW)?;
+    // Btrfs shares content of files without copy-on-write only with such files. A new file has it from its folder.
+    let (is, was) = (ioctl_getflags(to), ioctl_getflags(from));
+    if let (Ok(is), Ok(was)) = (is, was) {
+        if (is ^ was).contains(IFlags::NOCOW) {
+            ioctl_setflags(to, is ^ IFlags::NOCOW)?;
+        }
     }
     Ok(ioctl_ficlone(to, from)?)
 }
@@ -112,13 +114,30 @@ pub fn differing(old: &File, new: &File) -> io::Result<Vec<Range<u64>>> {
     Ok(ranges)
 }
 
-/// The ranges of bytes in which a file that is in use has most likely been written to since the clone `old` of it was made. For people: what is not
-/// written out yet may be missing.
+/// What was most likely written to a file since a clone of it was made.
+pub struct Overwritten {
+    /// Where, in bytes.
+    pub ranges: Vec<Range<u64>>,
+    /// Bytes of what was there, which the clone keeps, and maybe others too.
+    pub kept: u64,
+}
+
+/// What was most likely written to a file that is in use since the clone `old` of it was made. For people: what is not written out yet may be missing.
 ///
 /// # Errors
 /// If they cannot be read.
-pub fn likely_differing(old: &File, new: &File) -> io::Result<Vec<Range<u64>>> {
-    Ok(walk(&places(old, false)?, &places(new, false)?, new.metadata()?.len()).0)
+pub fn likely_differing(old: &File, new: &File) -> io::Result<Overwritten> {
+    let (before, now) = (places(old, false)?, places(new, false)?);
+    let ranges = walk(&before, &now, new.metadata()?.len()).0;
+    let end = before.last().map_or(0, |extent| extent.end);
+    let mut kept = 0;
+    let mut extents = before.iter().peekable();
+    for range in walk(&before, &now, end).0 {
+        while extents.next_if(|extent| extent.end <= range.start).is_some() {}
+        let within = extents.clone().take_while(|extent| extent.start < range.end);
+        kept += within.map(|e| e.end.min(range.end) - e.start.max(range.start)).sum::<u64>();
+    }
+    Ok(Overwritten { ranges, kept })
 }
 
 /// Two maps as they were at one moment: a balance may move the content of one file away between two looks, and that of the other to where it was.

@@ -1,5 +1,6 @@
 //! The identity of files and devices.
 
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -60,18 +61,7 @@ pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
     let metadata = std::fs::metadata(&canonical).map_err(fail)?;
     let kind = metadata.file_type();
     if kind.is_file() {
-        let nanoseconds =
-            |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
-        return Ok(Identity {
-            kind: DiskKind::File,
-            path: canonical,
-            dev: metadata.dev(),
-            ino: metadata.ino(),
-            diskseq: None,
-            size: metadata.len(),
-            mtime_ns: nanoseconds(metadata.mtime(), metadata.mtime_nsec()),
-            ctime_ns: nanoseconds(metadata.ctime(), metadata.ctime_nsec()),
-        });
+        return Ok(of_file(canonical, &metadata));
     }
     if !kind.is_block_device() {
         let (why, way_out) = if kind.is_dir() {
@@ -92,6 +82,32 @@ pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
         mtime_ns: 0,
         ctime_ns: 0,
     })
+}
+
+fn of_file(path: PathBuf, metadata: &Metadata) -> Identity {
+    let nanoseconds = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
+    Identity {
+        kind: DiskKind::File,
+        path,
+        dev: metadata.dev(),
+        ino: metadata.ino(),
+        diskseq: None,
+        size: metadata.len(),
+        mtime_ns: nanoseconds(metadata.mtime(), metadata.mtime_nsec()),
+        ctime_ns: nanoseconds(metadata.ctime(), metadata.ctime_nsec()),
+    }
+}
+
+/// The identity of an open file that was found at `path`, whatever that leads to by now.
+///
+/// # Errors
+/// `InvalidInput` for anything but a regular file; if it cannot be looked at.
+pub fn identity_of(file: &File, path: &Path) -> io::Result<Identity> {
+    let metadata = file.metadata()?;
+    match metadata.is_file() {
+        true => Ok(of_file(path.to_path_buf(), &metadata)),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file")),
+    }
 }
 
 /// The folder of a block device in sysfs.

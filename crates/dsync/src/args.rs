@@ -207,10 +207,11 @@ pub(crate) enum Command {
         The service runs 'dsync track save' after the last file system on it is unmounted, and 'dsync track \
         restore' before the first one is mounted. The record is trusted only if nothing was written in \
         between.\n\n\
-        Of an image, the clone of the last sync is kept beside it, in .NAME.dsync. What differs between that \
-        and the next one is what changed, whatever program wrote it; the file system tells it without reading \
-        either. What is overwritten between two syncs takes space twice. Writers wait while a clone is made: \
-        some milliseconds, longer for a file in very many pieces.")]
+        Of an image, the clone of the last sync is kept beside it, in .NAME.dsync-clones. What differs \
+        between that and the next one is what changed, whatever program wrote it. The file system tells it; \
+        only what Btrfs has compressed is read and compared. What is overwritten between two syncs takes \
+        space twice. Writers wait while a clone is made: some milliseconds, longer for a file in very many \
+        pieces.")]
     Track(Track),
 
     /// Show sources, trackers and replicas, and what each replica lacks

@@ -19,6 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
+use source::Around;
 use sync::{CutHook, SyncError};
 
 use crate::job;
@@ -169,6 +170,17 @@ impl Hook {
             }
         };
         output.warn(&format!("hook \"{}\" {why}{}", self.command, running.output()));
+    }
+}
+
+/// Of an image that is tracked by clones.
+impl Around for Hook {
+    fn before(&self) -> Result<(), String> {
+        CutHook::before(self).map_err(|error| error.to_string())
+    }
+
+    fn after(&self, made: bool) {
+        CutHook::after(self, made);
     }
 }
 

@@ -159,6 +159,7 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
         found.errors.iter().map(|error| Problem::of("unreadable", failure::text(error))).collect();
     for source in &found.sources {
         problems.extend(of_source(source));
+        problems.extend(of_clone(source));
         problems.extend(
             source.resized().map(|message| Problem {
                 source: Some(source.path.clone()),
@@ -237,6 +238,19 @@ fn of_source(source: &SourceStatus) -> Option<Problem> {
         None => return None,
     };
     Some(Problem { source: Some(source.path.clone()), ..problem })
+}
+
+/// An image whose clone keeps more of what was overwritten than there is room left.
+fn of_clone(source: &SourceStatus) -> Option<Problem> {
+    let clone = source.clone.filter(|clone| clone.kept_bytes > clone.free_bytes)?;
+    let message = format!(
+        "file system is filling up: the clone of {0} keeps {1} of what was overwritten since its last sync, and {2} are free: sync it, or run \
+         \"dsync track remove {0}\"",
+        source.path.display(),
+        units::size(clone.kept_bytes),
+        units::size(clone.free_bytes)
+    );
+    Some(Problem { source: Some(source.path.clone()), ..Problem::of("clone-space", message) })
 }
 
 /// The worst of what is wrong with a replica of a source here.

@@ -8,8 +8,8 @@ use replica::State;
 use serde::ser::Error as _;
 use serde::{Serialize, Serializer};
 use source::{
-    About, Bookmark, Bookmarks, Client, History, LastFailure, LastVerify, Position, StateDir, Status, Tally,
-    Work,
+    About, Bookmark, Bookmarks, Client, History, KeptClone, LastFailure, LastVerify, Position, StateDir,
+    Status, Tally, Work,
 };
 use sync::SyncError;
 
@@ -47,8 +47,8 @@ pub(crate) struct SourceStatus {
     /// Nobody has asked to record what is written to it: an image that is compared now and then.
     #[serde(skip)]
     pub is_untracked: bool,
-    /// It is an image that is tracked by clones.
-    pub is_cloned: bool,
+    /// What its clone takes, if it is an image that is tracked by clones.
+    pub clone: Option<KeptClone>,
     #[serde(serialize_with = "in_words")]
     pub served: Option<Status>,
     pub replicas: Vec<Lacking>,
@@ -250,6 +250,7 @@ impl SourceStatus {
         let mut first_copies = Tally::all(place);
         first_copies.retain(|tally| tally.is_first_copy() && bookmarks.named(&tally.replica).is_none());
         let is_untracked = served.is_none() && !about.identity.is_block() && !source::was_served(place);
+        let clone = source::kept_clone(place, &about, &history);
         let status = SourceStatus {
             kind: "source",
             path: about.path,
@@ -263,7 +264,7 @@ impl SourceStatus {
             epochs: history.epochs(),
             lost,
             is_untracked,
-            is_cloned: source::is_cloned(place),
+            clone,
             served,
             replicas,
             first_copies,
@@ -500,8 +501,13 @@ fn say_tracked(status: &SourceStatus, output: &Output) {
         None if trackers::find(&status.path).is_ok_and(|tracker| tracker.is_some()) => {
             output.say("  tracked in the kernel");
         }
-        None if status.is_cloned => output.say("  tracked by clones, of which the last one is kept"),
-        None => output.say("  not served"),
+        None => match status.clone {
+            Some(clone) => output.say(&format!(
+                "  tracked by clones: what was overwritten since the last one takes {}",
+                units::size(clone.kept_bytes)
+            )),
+            None => output.say("  not served"),
+        },
     }
 }
 

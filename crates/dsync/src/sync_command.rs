@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use source::StateDir;
+use source::{Around, SourceOptions, StateDir};
 use sync::{
     CutHook, Extents, GivenUp, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable,
     Way,
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
     let summary = if pulls {
         pull(args, &ends, options, state, output)
     } else {
-        push(args, &ends, options, state, output)
+        push(args, &ends, options, hook.clone(), state, output)
     };
     hook.inspect(|hook| hook.end(summary.is_ok(), output));
     let summary = summary?;
@@ -127,13 +127,16 @@ fn push(
     args: &args::Sync,
     ends: &Ends,
     mut options: SyncOptions,
+    hook: Option<Arc<Hook>>,
     state: &StateDir,
     output: &Output,
 ) -> Result<Summary> {
-    let at_once = !options.dry_run && source::is_cut_when_opened(state, &args.source)?;
-    let hook = if at_once { options.hook.take() } else { None };
-    let opening = crate::source_options(&args.open)?;
-    let handle = sync::around(&hook, || sync::attach(state, &args.source, &opening))?;
+    let around = hook.filter(|_| !options.dry_run).map(|hook| hook as Arc<dyn Around>);
+    let opening = SourceOptions { around, ..crate::source_options(&args.open)? };
+    let handle = sync::attach(state, &args.source, &opening)?;
+    if handle.is_clone() {
+        options.hook = None;
+    }
     if let Err(refused) = check(&(&handle).into(), args, output) {
         handle.close()?;
         return Err(refused.into());

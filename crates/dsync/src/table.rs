@@ -133,7 +133,7 @@ impl Table<'_> {
             _ if source.resized().is_some() => "resized",
             Some(_) => "served",
             None if trackers::find(&source.path).is_ok_and(|tracker| tracker.is_some()) => "tracked",
-            None if source.is_cloned => "tracked",
+            None if source.clone.is_some() => "tracked",
             None => "not served",
         };
         let (path, size) = (source.path.display().to_string(), size_of(source));

@@ -73,11 +73,12 @@ fn of_image(action: &TrackAction, state: &StateDir, output: &Output) -> Option<R
             image.display()
         ))
         .into()),
-        TrackAction::Remove { .. } if source::untrack(state, image)? => {
-            output.say(&format!("{} is no longer tracked; its clone is removed", image.display()));
+        TrackAction::Remove { .. } => {
+            let found = source::untrack(state, image)?.ok_or_else(|| not_tracked(image))?;
+            let clone = if found { "its clone is removed" } else { "no clone of it was found" };
+            output.say(&format!("{} is no longer tracked; {clone}", image.display()));
             Ok(())
         }
-        TrackAction::Remove { .. } => Err(not_tracked(image).into()),
         TrackAction::Save { .. } | TrackAction::Restore { .. } => Err(Failure::usage(format!(
             "{} is a file, and has no record to be saved: its clone is kept across reboots",
             image.display()
@@ -91,7 +92,7 @@ fn add_image(image: &Path, block_size: Option<u32>, state: &StateDir, output: &O
     let (epoch, waited) = source::track_by_clones(state, image, block_size)?;
     let image = image.display();
     output.say(&format!(
-        "{image} is tracked by clones from now on, its epoch {}; the next \"dsync sync\" compares or copies all of it, later ones send what changed",
+        "{image} is tracked by clones from now on, its epoch {}: what is written after this, each \"dsync sync\" finds without reading the rest",
         epoch.number
     ));
     output

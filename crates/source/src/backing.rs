@@ -35,6 +35,10 @@ pub trait Backing: Send + Sync {
     fn durable_time(&self) -> Result<i64, SourceError> {
         Ok(0)
     }
+    /// True if it is a clone of the source's image, which is one moment of that.
+    fn is_clone(&self) -> bool {
+        false
+    }
     /// Detects writes by other programs from now on; `None` if the identity shows them.
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         Ok(None)

@@ -4,15 +4,21 @@
 //! The clones that are kept, at most two, stand in the source's folder with the epoch of each. The new one is noted before its epoch is in the
 //! history, and the old one forgotten afterwards; so whatever a crash leaves, the one of the history's last epoch is known. Where there is none,
 //! or it is not the file that was left, what was written is not known.
+//!
+//! The folder beside the image may belong to another user than the process, who can put anything in the place of a clone at any time. So a clone is
+//! known by its open file, never by its path; one that is opened again is compared with what was left; and what is removed is a name in
+//! an open folder.
 
+use std::fmt::Debug;
 use std::fs::File;
-use std::ops::Range;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Boot, Clock, Dir, Disk, Folder, Identity};
+use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, Overwritten};
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -26,27 +32,55 @@ use crate::{Gap, SourceError};
 
 const NAME: &str = "clones";
 
+/// What is held around the moment that a clone shows.
+pub trait Around: Debug + Send + Sync {
+    /// The clone is about to be made.
+    ///
+    /// # Errors
+    /// Why it must not be.
+    fn before(&self) -> Result<(), String>;
+
+    /// It was made, or not.
+    fn after(&self, made: bool);
+}
+
 /// The clone of an epoch.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Kept {
     epoch: Epoch,
-    /// As it was left.
+    folder: PathBuf,
+    name: String,
+    /// As it was left. The number of its file system's device may be another one at each mount.
     file: Identity,
 }
 
 impl Kept {
     /// Opens it, if it is what was left.
-    fn open(&self) -> Option<File> {
-        // The number of a file system's device is not the same at each mount.
-        let as_left = |now: &Identity| Identity { dev: self.file.dev, ..now.clone() } == self.file;
-        let file = open_clone(&self.file.path).ok()?;
-        device::identity(&self.file.path).ok().filter(as_left).map(|_| file)
+    fn open(&self) -> io::Result<File> {
+        let dir = Dir::existing(&self.folder)?;
+        let file = device::open_within(dir.held(), self.name.as_ref(), OFlags::RDONLY, Mode::empty())?;
+        let now = device::identity_of(&file, &self.file.path)?;
+        match (Identity { dev: self.file.dev, ..now }) == self.file {
+            true => Ok(file),
+            false => Err(ErrorKind::NotFound.into()),
+        }
     }
-}
 
-fn open_clone(path: &Path) -> std::io::Result<File> {
-    let (folder, name) = (path.parent().unwrap_or(path), path.file_name().unwrap_or_default());
-    Ok(device::open_within(Dir::existing(folder)?.held(), name, OFlags::RDONLY, Mode::empty())?)
+    /// Removes it. One that is gone is no error.
+    fn remove(&self) -> io::Result<()> {
+        match Dir::existing(&self.folder).and_then(|dir| dir.remove(&self.name)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+            _ => {
+                remove_if_empty(&self.folder);
+                Ok(())
+            }
+        }
+    }
+
+    /// Removes it if that is possible now. Otherwise the next clone's maker does.
+    fn forget(&self) {
+        let _ = self.remove();
+    }
 }
 
 /// What is kept, of a source that is tracked by clones.
@@ -79,7 +113,7 @@ pub(crate) fn lost(
     Ok(opened(list.iter().find(|kept| Some(kept.epoch) == history.last())).err())
 }
 
-/// The ranges that most likely differ from the clone of the last epoch at present, of an image that may be in use; `None` if there is none.
+/// What was most likely written since the last epoch to an image that may be in use; `None` if there is no clone of that.
 ///
 /// # Errors
 /// If the state cannot be read.
@@ -87,69 +121,64 @@ pub(crate) fn written(
     folder: &dyn Folder,
     history: &History,
     image: &Path,
-) -> Result<Option<Vec<Range<u64>>>, SourceError> {
+) -> Result<Option<Overwritten>, SourceError> {
     let list = kept(folder)?.unwrap_or_default();
     let old = opened(list.iter().find(|kept| Some(kept.epoch) == history.last())).ok();
     let Some((old, image)) = old.zip(open_image(image).ok()) else { return Ok(None) };
     Ok(device::likely_differing(&old, &image).ok())
 }
 
+/// Opens an image, where its owner may have put anything: nothing is waited for.
 #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
-fn open_image(path: &Path) -> std::io::Result<File> {
-    File::open(path)
+fn open_image(path: &Path) -> io::Result<File> {
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path)?;
+    device::identity_of(&file, path).map(|_| file)
 }
 
-/// Begins to track a source by clones, if it is not; durable on return.
-///
-/// # Errors
-/// If that cannot be written.
-pub(crate) fn begin(folder: &dyn Folder) -> Result<(), SourceError> {
-    if are_kept(folder)? { Ok(()) } else { write_json(folder, NAME, &Vec::<Kept>::new()) }
-}
-
-/// Removes the clones that are kept. The source stays tracked by them: the next one says nothing of what was written until then.
+/// Removes the clones of a source that are kept, and what a crash has left of others. The source stays tracked by them: the next one says nothing of what
+/// was written until then.
 ///
 /// # Errors
 /// If the state cannot be read or written.
-pub(crate) fn drop_kept(folder: &dyn Folder) -> Result<(), SourceError> {
-    let Some(kept) = kept(folder)?.filter(|kept| !kept.is_empty()) else { return Ok(()) };
-    write_json(folder, NAME, &Vec::<Kept>::new())?;
-    kept.iter().for_each(|kept| remove(&kept.file.path));
+pub(crate) fn drop_kept(folder: &dyn Folder, about: &About) -> Result<(), SourceError> {
+    if let Some(kept) = kept(folder)?.filter(|kept| !kept.is_empty()) {
+        write_json(folder, NAME, &Vec::<Kept>::new())?;
+        kept.iter().for_each(Kept::forget);
+    }
+    remove_strays(about, &[]);
     Ok(())
 }
 
-/// Ends tracking a source by clones, and removes them. Returns whether it was tracked so.
+/// Ends tracking a source by clones, and removes them. Returns whether there was one.
 ///
 /// # Errors
-/// If the state cannot be read or written.
-pub(crate) fn end(folder: &dyn Folder) -> Result<bool, SourceError> {
-    let was = are_kept(folder)?;
-    drop_kept(folder)?;
-    folder
-        .remove(NAME)
-        .and_then(|()| folder.sync())
-        .map_err(SourceError::state("write to", folder.path()))?;
-    Ok(was)
-}
-
-/// Removes a clone, and its folder if there is nothing else. What cannot be removed now is a stray, which the next clone's maker removes.
-fn remove(clone: &Path) {
-    let Some((folder, name)) = clone.parent().zip(clone.file_name()) else { return };
-    if let Ok(dir) = Dir::existing(folder) {
-        let _ = dir.remove(&name.to_string_lossy());
-        let _ = std::fs::remove_dir(folder);
+/// If the state cannot be read or written, or a clone not removed: then the source is tracked as before.
+pub(crate) fn end(folder: &dyn Folder, about: &About) -> Result<bool, SourceError> {
+    let list = kept(folder)?.unwrap_or_default();
+    let mut found = false;
+    for kept in &list {
+        found |= kept.open().is_ok();
+        kept.remove().map_err(SourceError::state("remove the clone in", &kept.folder))?;
     }
+    found |= remove_strays(about, &[]);
+    let gone = folder.remove(NAME).and_then(|()| folder.sync());
+    gone.map_err(SourceError::state("write to", folder.path()))?;
+    Ok(found)
 }
 
 /// A new clone of an image, and what it says.
 pub(crate) struct NewClone {
-    folder: Arc<dyn Folder>,
-    /// The clone.
-    file: Identity,
-    /// The image just before: as long as it is so, it is what the clone is.
+    /// The state of its source.
+    state: Arc<dyn Folder>,
+    dir: Dir,
+    name: String,
+    file: Arc<File>,
+    /// The image just before. Of one that was written to meanwhile it has a time that the image never had: as long as the image is so, it is what
+    /// the clone is.
     pub image: Identity,
-    /// What was written since the last epoch, in ranges of bytes; or why that is not known.
-    pub since: Result<Vec<Range<u64>>, Gap>,
+    is_still: bool,
+    /// What was written since the last epoch; or why that is not known.
+    pub since: Result<Vec<std::ops::Range<u64>>, Gap>,
     /// How long writers had to wait.
     pub waited: Duration,
     /// It is that of an epoch, and stays.
@@ -157,59 +186,43 @@ pub(crate) struct NewClone {
 }
 
 impl NewClone {
-    /// Makes a clone of the image of a source, of which `last` is the last epoch. Its state is in `folder`, which the caller has locked.
+    /// Makes a clone of the image of a source, of which `last` is the last epoch. Its state is in `state`, which the caller has locked. An inner
+    /// `Err` says why none can be made.
     ///
     /// # Errors
-    /// `Refused` if the file system makes none, or there is no room.
+    /// `Busy` while another dsync writes to the image as a replica; `Hook` with what `around` says; if the state cannot be read or written.
     pub(crate) fn make(
-        folder: Arc<dyn Folder>,
+        state: Arc<dyn Folder>,
         about: &About,
         last: Option<Epoch>,
-    ) -> Result<NewClone, SourceError> {
-        let image = &about.path;
-        let file = open_image(image).map_err(SourceError::state("open", image))?;
-        let found = device::identity(image)?;
-        if found.is_block() || !device::tells_places(&file).unwrap_or(false) {
-            return Err(SourceError::Refused(format!(
-                "{} cannot be tracked by clones: that takes a file on XFS (made with reflink=1, as is usual) or Btrfs. Serve it with \"dsync serve\", \
-                 and have its user write through that; or let each sync compare it",
-                image.display()
-            )));
+        around: Option<&dyn Around>,
+    ) -> Result<Result<NewClone, String>, SourceError> {
+        let image = match open_image(&about.path) {
+            Ok(image) if device::tells_places(&image).unwrap_or(false) => image,
+            Ok(_) => return Ok(Err("its file system makes none".into())),
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let mut list = only_of(&*state, last)?;
+        remove_strays(about, &list);
+        let place = beside(&about.path, "dsync-clones");
+        let dir = match Dir::open(&place) {
+            Ok(dir) => dir,
+            Err(error) => return Ok(Err(format!("cannot make {}: {error}", place.display()))),
+        };
+        let _replica = lock_replica(&about.path)?;
+        let name = format!("{}{}", prefix(about), Uuid::new_v4());
+        let mut made = fill((&dir, &name), (&image, &about.path), around)?;
+        if matches!(&made, Err(error) if error.kind() == ErrorKind::StorageFull) && !list.is_empty() {
+            // The old one makes room, and all is compared once.
+            write_json(&*state, NAME, &Vec::<Kept>::new())?;
+            list.drain(..).for_each(|kept| kept.forget());
+            made = fill((&dir, &name), (&image, &about.path), around)?;
         }
-        let list = only_of(&*folder, last)?;
-        let place = folder_beside(image);
-        let dir = Dir::open(&place).map_err(failed("make", &place))?;
-        // Another state directory may know this image as well.
-        let prefix = format!("clone-{}-", about.uuid);
-        remove_strays(&dir, &prefix, &list);
-        let name = format!("{prefix}{}", Uuid::new_v4());
-        let clone = device::open_within(
-            dir.held(),
-            name.as_ref(),
-            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL,
-            Mode::RUSR | Mode::WUSR,
-        );
-        let clone = clone.map_err(|e| failed("make a clone in", &place)(e.into()))?;
-        let path = place.join(&name);
-        let made = (|| {
-            // Before the clone, so that what is written meanwhile shows.
-            let image = settled(image)?;
-            file.sync_all()?;
-            let began = Instant::now();
-            device::clone_file(&file, &clone)?;
-            let waited = began.elapsed();
-            clone.sync_all()?;
-            dir.sync()?;
-            let clone = device::identity(&path).map_err(std::io::Error::other)?;
-            // One that grew meanwhile has another time as well.
-            Ok((Identity { size: clone.size, ..image }, clone, waited))
-        })();
-        let (image, file, waited) = made.map_err(|error| {
-            remove(&path);
-            failed("make a clone of", image)(error)
-        })?;
-        let since = since(list.first(), &clone);
-        Ok(NewClone { folder, file, image, since, waited, is_kept: false })
+        Ok(made.map_err(|error| error.to_string()).map(|Filled { file, image, is_still, waited }| {
+            let since = since(list.first(), &file);
+            let file = Arc::new(file);
+            NewClone { state, dir, name, file, image, is_still, since, waited, is_kept: false }
+        }))
     }
 
     /// What is known of the disk, by what its record says.
@@ -218,23 +231,31 @@ impl NewClone {
             // Whether that is wanted only its user can say.
             (Verdict::Lost(other @ Gap::OtherContent(_)), _) => Verdict::Lost(other),
             (_, Ok(_)) => Verdict::Trusted { power_lost: false },
-            (Verdict::Lost(_), Err(why)) => Verdict::Lost(why.clone()),
-            (recorded, Err(_)) => recorded,
+            // The record is of the image just before its clone.
+            (Verdict::Trusted { .. }, Err(_)) if !self.is_still => {
+                Verdict::Lost("it was written to while it was cloned".into())
+            }
+            (recorded @ (Verdict::Trusted { .. } | Verdict::New), Err(_)) => recorded,
+            (_, Err(why)) => Verdict::Lost(why.clone()),
         }
     }
 
     /// The source's disk: the clone.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    /// If it cannot be read.
     pub(crate) fn disk(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_disk(&self.file.path)
+        open_disk(&self.file, &self.path())
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join(&self.name)
     }
 
     /// What a source has to know of it.
     pub(crate) fn backing(&self) -> CloneBacking {
-        let boot = Boot::of(&[&self.image.path, self.folder.path()]);
-        CloneBacking { clone: self.file.path.clone(), image: self.image.clone(), boot }
+        let boot = Boot::of(&[&self.image.path, self.state.path()]);
+        CloneBacking { file: self.file.clone(), path: self.path(), image: self.image.clone(), boot }
     }
 
     /// It will be that of an epoch which is about to be written to the history, or is the last one there and has none that holds. Durable on return.
@@ -242,22 +263,24 @@ impl NewClone {
     /// # Errors
     /// If that cannot be written.
     pub(crate) fn keep(&mut self, epoch: Epoch) -> Result<(), SourceError> {
-        let list = kept(&*self.folder)?.unwrap_or_default();
+        let failed = SourceError::state("look at a clone in", self.dir.path());
+        let file = device::identity_of(&self.file, &self.path()).map_err(failed)?;
+        let list = kept(&*self.state)?.unwrap_or_default();
         let (goes, mut stays): (Vec<_>, Vec<_>) = list.into_iter().partition(|kept| kept.epoch == epoch);
-        stays.push(Kept { epoch, file: self.file.clone() });
-        write_json(&*self.folder, NAME, &stays)?;
+        let (folder, name) = (self.dir.path().to_path_buf(), self.name.clone());
+        stays.push(Kept { epoch, folder, name, file });
+        write_json(&*self.state, NAME, &stays)?;
         self.is_kept = true;
-        goes.iter().for_each(|kept| remove(&kept.file.path));
+        goes.iter().for_each(Kept::forget);
         Ok(())
     }
 
     /// Forgets those of earlier epochs. What fails is repeated by the next clone's maker.
     pub(crate) fn drop_earlier(&self) {
-        let Ok(Some(list)) = kept(&*self.folder) else { return };
-        let (stays, goes): (Vec<_>, Vec<_>) =
-            list.into_iter().partition(|kept| kept.file.path == self.file.path);
-        if write_json(&*self.folder, NAME, &stays).is_ok() {
-            goes.iter().for_each(|kept| remove(&kept.file.path));
+        let Ok(Some(list)) = kept(&*self.state) else { return };
+        let (stays, goes): (Vec<_>, Vec<_>) = list.into_iter().partition(|kept| kept.name == self.name);
+        if write_json(&*self.state, NAME, &stays).is_ok() {
+            goes.iter().for_each(Kept::forget);
         }
     }
 }
@@ -265,49 +288,100 @@ impl NewClone {
 impl Drop for NewClone {
     fn drop(&mut self) {
         if !self.is_kept {
-            remove(&self.file.path);
+            let _ = self.dir.remove(&self.name);
+            remove_if_empty(self.dir.path());
         }
     }
 }
 
-fn open_disk(clone: &Path) -> Result<Arc<dyn Disk>, SourceError> {
-    Ok(device::open(clone, &device::Options { direct: true, ..Default::default() })?)
+/// A clone that was just made, and what the image was then.
+struct Filled {
+    file: File,
+    image: Identity,
+    is_still: bool,
+    waited: Duration,
 }
 
-/// The folder for what belongs to an image, which is that of its replica's state as well.
-fn folder_beside(image: &Path) -> PathBuf {
-    let name = image.file_name().unwrap_or_default().to_string_lossy();
-    image.with_file_name(format!(".{name}.dsync"))
-}
-
-fn failed(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> SourceError {
-    let path = path.display().to_string();
-    move |error| {
-        let way_out = match error.kind() {
-            std::io::ErrorKind::PermissionDenied => "run as a user who may write there, or ",
-            std::io::ErrorKind::StorageFull => "free some space, or ",
-            _ => "",
-        };
-        SourceError::Refused(format!(
-            "cannot {what} {path}: {error}: {way_out}stop tracking the image by clones, with \"dsync track remove\""
-        ))
+/// Makes a clone of this name in a folder. After an error there is none.
+fn fill(
+    (dir, name): (&Dir, &str),
+    (from, path): (&File, &Path),
+    around: Option<&dyn Around>,
+) -> Result<io::Result<Filled>, SourceError> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
+    let file = match device::open_within(dir.held(), name.as_ref(), flags, Mode::RUSR | Mode::WUSR) {
+        Ok(file) => file,
+        Err(error) => return Ok(Err(error.into())),
+    };
+    let filled = (|| -> Result<io::Result<Filled>, SourceError> {
+        // What takes long is done before.
+        if let Err(error) = from.sync_all() {
+            return Ok(Err(error));
+        }
+        around.map_or(Ok(()), |around| around.before()).map_err(SourceError::Hook)?;
+        let cloned = clone_now(from, &file, path);
+        around.into_iter().for_each(|around| around.after(cloned.is_ok()));
+        Ok(cloned.and_then(|(image, is_still, waited)| {
+            // What was written between the two is in the clone.
+            from.sync_all()?;
+            file.sync_all()?;
+            dir.sync()?;
+            Ok(Filled { file, image, is_still, waited })
+        }))
+    })();
+    if !matches!(filled, Ok(Ok(_))) {
+        let _ = dir.remove(name);
     }
+    filled
 }
 
-/// What an image is, so that whatever is written from now on gives it another identity.
-fn settled(image: &Path) -> std::io::Result<Identity> {
+/// Makes a clone. What the image was just before, whether it was that just after, and how long its writers waited.
+fn clone_now(from: &File, to: &File, path: &Path) -> io::Result<(Identity, bool, Duration)> {
     let clock = Clock::system();
-    let look = || device::identity(image).map_err(std::io::Error::other);
-    let mut found = look()?;
-    if !clock.is_past(found.ctime_ns) {
-        std::thread::sleep(Duration::from_nanos(clock.apart(found.ctime_ns) + clock.tick()));
-        found = look()?;
+    let look = || device::identity_of(from, path);
+    let mut image = look()?;
+    // What is written from now on gives it another time.
+    if !clock.is_past(image.ctime_ns) {
+        std::thread::sleep(Duration::from_nanos(clock.apart(image.ctime_ns) + clock.tick()));
+        image = look()?;
     }
-    // It is written to all the time: a time that it never has again.
-    if !clock.is_past(found.ctime_ns) {
-        found.ctime_ns -= 1;
+    let is_settled = clock.is_past(image.ctime_ns);
+    let began = Instant::now();
+    device::clone_file(from, to)?;
+    let waited = began.elapsed();
+    let is_still = is_settled && look()? == image;
+    if !is_still {
+        // No older than what is recorded, and no newer than what there will be.
+        let ctime_ns = image.ctime_ns + if is_settled { 1 } else { -1 };
+        image = Identity { ctime_ns, size: to.metadata()?.len(), ..image };
     }
-    Ok(found)
+    Ok((image, is_still, waited))
+}
+
+/// Makes a disk of a clone, which is opened again by what it is.
+fn open_disk(clone: &File, path: &Path) -> Result<Arc<dyn Disk>, SourceError> {
+    let file = clone.try_clone().map_err(SourceError::state("open", path))?;
+    Ok(device::adopt(file, path, &device::Options { direct: true, ..Default::default() })?)
+}
+
+/// A hidden folder beside an image.
+fn beside(image: &Path, what: &str) -> PathBuf {
+    let name = image.file_name().unwrap_or_default().to_string_lossy();
+    image.with_file_name(format!(".{name}.{what}"))
+}
+
+fn remove_if_empty(folder: &Path) {
+    let _ = std::fs::remove_dir(folder);
+}
+
+/// Keeps other dsync processes from writing to the image as a replica, if it ever was one.
+fn lock_replica(image: &Path) -> Result<Option<FolderLock>, SourceError> {
+    let Ok(dir) = Dir::existing(&beside(image, "dsync")) else { return Ok(None) };
+    if !dir.list().is_ok_and(|names| names.iter().any(|name| name == FolderLock::NAME)) {
+        return Ok(None);
+    }
+    let taken = FolderLock::of(&dir).map_err(SourceError::state("lock", dir.path()))?;
+    taken.map(Some).map_err(|holder| SourceError::Busy { path: image.to_path_buf(), holder })
 }
 
 /// The clone that is kept of the last epoch, if there is one. Any other one is removed: what it was made for has failed, or has a later one.
@@ -316,7 +390,7 @@ fn only_of(folder: &dyn Folder, last: Option<Epoch>) -> Result<Vec<Kept>, Source
     let (stays, goes): (Vec<_>, Vec<_>) = list.into_iter().partition(|kept| Some(kept.epoch) == last);
     if !goes.is_empty() {
         write_json(folder, NAME, &stays)?;
-        goes.iter().for_each(|kept| remove(&kept.file.path));
+        goes.iter().for_each(Kept::forget);
     }
     Ok(stays)
 }
@@ -324,28 +398,38 @@ fn only_of(folder: &dyn Folder, last: Option<Epoch>) -> Result<Vec<Kept>, Source
 /// The clone that is kept of the last epoch, open.
 fn opened(kept: Option<&Kept>) -> Result<File, Gap> {
     let kept = kept.ok_or("no clone is kept of its last epoch")?;
-    Ok(kept.open().ok_or("the clone of its last epoch was changed or removed")?)
+    kept.open().map_err(|error| match error.kind() {
+        ErrorKind::NotFound => "the clone of its last epoch was changed or removed".into(),
+        _ => format!("the clone of its last epoch cannot be opened: {error}").into(),
+    })
 }
 
 /// What differs between the clone that is kept of the last epoch and a new one.
-fn since(kept: Option<&Kept>, new: &File) -> Result<Vec<Range<u64>>, Gap> {
+fn since(kept: Option<&Kept>, new: &File) -> Result<Vec<std::ops::Range<u64>>, Gap> {
     device::differing(&opened(kept)?, new)
         .map_err(|error| format!("the clone of its last epoch cannot be compared: {error}").into())
 }
 
-/// Removes clones that a crash has left.
-fn remove_strays(dir: &Dir, prefix: &str, kept: &[Kept]) {
-    let is_kept = |name: &str| kept.iter().any(|kept| kept.file.path == dir.path().join(name));
-    for name in dir.list().unwrap_or_default() {
-        if name.starts_with(prefix) && !is_kept(&name) {
-            let _ = dir.remove(&name);
-        }
-    }
+/// How the names of a source's clones begin. Another state directory may know this image as well.
+fn prefix(about: &About) -> String {
+    format!("clone-{}-", about.uuid)
+}
+
+/// Removes clones of a source that a crash has left. Returns whether there were any.
+fn remove_strays(about: &About, kept: &[Kept]) -> bool {
+    let (place, prefix) = (beside(&about.path, "dsync-clones"), prefix(about));
+    let Ok(dir) = Dir::existing(&place) else { return false };
+    let names = dir.list().unwrap_or_default();
+    let is_stray = |name: &&String| name.starts_with(&prefix) && kept.iter().all(|kept| kept.name != **name);
+    let removed = names.iter().filter(is_stray).filter(|name| dir.remove(name).is_ok()).count();
+    remove_if_empty(&place);
+    removed > 0
 }
 
 /// A clone in place of its image, which was that then.
 pub(crate) struct CloneBacking {
-    clone: PathBuf,
+    file: Arc<File>,
+    path: PathBuf,
     image: Identity,
     boot: Boot,
 }
@@ -358,10 +442,13 @@ impl Backing for CloneBacking {
         self.boot.clone()
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_disk(&self.clone)
+        open_disk(&self.file, &self.path)
     }
     fn durable_time(&self) -> Result<i64, SourceError> {
         // The image was made durable with it.
         Ok(self.image.ctime_ns)
+    }
+    fn is_clone(&self) -> bool {
+        true
     }
 }

@@ -7,11 +7,13 @@ use device::{Dir, Folder, FolderLock};
 use crate::SourceError;
 use crate::clones;
 use crate::history::History;
-use crate::state::{ABOUT, StateDir};
+use crate::state::{ABOUT, StateDir, about_in};
 
 /// Removes a source's folder. To be called with the state directory locked, so that no process opens it meanwhile.
 pub(crate) fn remove(folder: &dyn Folder, lock: FolderLock) -> Result<(), SourceError> {
-    clones::drop_kept(folder)?;
+    if let Some(about) = about_in(folder)? {
+        clones::drop_kept(folder, &about)?;
+    }
     clear(folder).map_err(SourceError::state("remove", folder.path()))?;
     lock.remove();
     Ok(())

@@ -81,6 +81,9 @@ pub enum SourceError {
     /// The server of a source stopped.
     #[error("the server of {} went away: start it again with \"dsync serve\"", .0.display())]
     Away(PathBuf),
+    /// What is held around the moment of a clone failed.
+    #[error("{0}")]
+    Hook(String),
     /// Refused for this source.
     #[error("{0}")]
     Refused(String),

@@ -160,6 +160,11 @@ impl Handle {
         &self.about
     }
 
+    /// True if the moment that a sync copies is that of the opening: a clone of the image was made then.
+    pub fn is_clone(&self) -> bool {
+        matches!(self.holder, Holder::Here(_)) && self.backing.is_clone()
+    }
+
     /// True if a server answers for the source.
     pub fn is_served(&self) -> bool {
         matches!(self.holder, Holder::Server(..))

@@ -62,6 +62,7 @@ pub use attended::{Attended, There};
 pub use backing::Backing;
 pub use batches::{Batch, Batches};
 pub use bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
+pub use clones::Around;
 pub use control::{Client, ControlServer, Status};
 pub use convergence::Convergence;
 pub use device::Boot;
@@ -83,7 +84,7 @@ pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
 pub use lives::lives;
 pub use overwritten::overwritten;
-pub use peek::{doubt, is_cloned, is_cut_when_opened, lost, was_served, written_since};
+pub use peek::{KeptClone, doubt, kept_clone, lost, was_served, written_since};
 pub use source::{BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 pub use state::{About, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use device::Dir;
 use extents::Bitmap;
+use serde::Serialize;
 use trackers::{TrackedDisk, Tracker};
 
 use crate::clones;
@@ -12,7 +13,7 @@ use crate::history::History;
 use crate::live::OTHER_HISTORY;
 use crate::source::Source;
 use crate::stamp::ImageStamp;
-use crate::state::{About, StateDir};
+use crate::state::About;
 use crate::{Gap, SourceError};
 
 /// Why the next sync could not use what was recorded since the last epoch of a source, and would compare; `None` if it could.
@@ -52,17 +53,25 @@ pub fn was_served(place: &Path) -> bool {
     stamp.is_some_and(|stamp| stamp.served)
 }
 
-/// True if the moment of a source that a sync copies is that of its opening: a clone of its image is made then.
-///
-/// # Errors
-/// If its state cannot be read.
-pub fn is_cut_when_opened(state: &StateDir, what: &str) -> Result<bool, SourceError> {
-    let Some((place, _)) = state.source(what)? else { return Ok(false) };
-    Ok(is_cloned(&place) && Client::connect(&place)?.is_none())
+/// What the clone of an image takes that is tracked by clones.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct KeptClone {
+    /// Bytes of what was overwritten since, which it keeps.
+    pub kept_bytes: u64,
+    /// Bytes that are free on its file system.
+    pub free_bytes: u64,
+}
+
+/// What the clone takes of a source that is tracked by clones, as far as that can be looked at; `None` if it is not tracked so.
+pub fn kept_clone(place: &Path, about: &About, history: &History) -> Option<KeptClone> {
+    let folder = Dir::existing(place).ok().filter(|folder| clones::are_kept(folder).unwrap_or(false))?;
+    let kept = clones::written(&folder, history, &about.path).ok().flatten();
+    let free_bytes = device::free_space(&about.path).unwrap_or(0);
+    Some(KeptClone { kept_bytes: kept.map_or(0, |written| written.kept), free_bytes })
 }
 
 /// True if the source is an image that is tracked by clones.
-pub fn is_cloned(place: &Path) -> bool {
+pub(crate) fn is_cloned(place: &Path) -> bool {
     Dir::existing(place).is_ok_and(|folder| clones::are_kept(&folder).unwrap_or(false))
 }
 
@@ -97,13 +106,14 @@ pub fn written_since(
     }
     let Some(tracker) = trackers::find(&about.path)? else {
         let folder = opened(place)?;
-        if let Some(ranges) = clones::written(&folder, history, &about.path)? {
+        if let Some(written) = clones::written(&folder, history, &about.path)? {
             let unit = u64::from(about.block_size);
-            for range in ranges {
+            for range in written.ranges {
                 let end = range.end.div_ceil(unit).min(into.blocks());
                 into.set((range.start / unit).min(end)..end);
             }
-            return Ok(None);
+            let more = "what was written last may not be on its file system yet";
+            return Ok(Source::doubt(place, about)?.map(|_| more.into()));
         }
         let last = history.last().map_or(0, |last| last.number);
         TrackedDisk::add_recorded(&folder, last, about.block_size.into(), into)

@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use crate::backing::{Backing, PathBacking};
 use crate::bookmarks::{Bookmarks, Reached};
-use crate::clones::{self, NewClone};
+use crate::clones::{self, Around, NewClone};
 use crate::discard;
 use crate::history::{History, Position};
 use crate::lives::{self, Batches};
@@ -36,6 +36,8 @@ pub struct SourceOptions {
     pub read_only: bool,
     /// Track the image by clones from now on, if it is not.
     pub clones: bool,
+    /// What is held around the moment of its clone, if it is tracked so.
+    pub around: Option<Arc<dyn Around>>,
     /// Nothing may write to the disk while it is open here, also if it is tracked by clones: what comes after a clone would be in no sync.
     pub at_rest: bool,
     /// Write bypassing the page cache.
@@ -60,6 +62,7 @@ impl Default for SourceOptions {
             block_size: None,
             read_only: false,
             clones: false,
+            around: None,
             at_rest: false,
             direct: false,
             trust_device: false,
@@ -282,7 +285,7 @@ impl Source {
             Err(holder) => return Err(SourceError::Busy { path, holder }),
         };
         let folder = Arc::new(folder);
-        let is_cloned = options.read_only && (options.clones || clones::are_kept(&*folder)?);
+        let is_tracked = options.clones || clones::are_kept(&*folder)?;
         let disk = device::open(
             &path,
             &device::Options { write: !options.read_only, direct: options.direct, exclusive: false },
@@ -290,7 +293,7 @@ impl Source {
         let image = match early {
             Some(lock) => Some(lock),
             // A clone may be made whoever writes.
-            None if is_cloned && !options.at_rest => None,
+            None if is_tracked && options.read_only && !options.at_rest => None,
             None => Some(lock_image()?),
         };
         let block_size = match (options.block_size, &known) {
@@ -312,14 +315,13 @@ impl Source {
         write_about(&*folder, &about)?;
         drop(minting);
         let backing = Box::new(PathBacking::new(identity, folder.path()));
-        let mut source = match is_cloned {
+        let mut source = match is_tracked {
             true => Self::over_clone(about, disk, folder, backing, options)?,
-            false => {
-                // What its server records takes their place.
-                clones::drop_kept(&*folder)?;
-                Self::over(about, disk, folder, backing, options)?
-            }
+            false => Self::over(about, disk, folder, backing, options)?,
         };
+        // Where no clone could be made, the image is read as one that rests.
+        let rests = options.read_only && !source.backing.is_clone();
+        let image = if image.is_none() && rests { Some(lock_image()?) } else { image };
         source.locks = Some((lock, image));
         source.fresh = made.is_some().then(|| state.clone()).filter(|_| options.read_only);
         Ok(source)
@@ -432,7 +434,8 @@ impl Source {
         Self::begin(Parts { clone: None, about, disk, folder, backing, history, identity }, found, options)
     }
 
-    /// The same of an image that is tracked by clones: the disk is a new clone of it, or, if it has to be at rest, the image itself.
+    /// The same of an image that is tracked by clones. The disk is a new clone of it; or the image itself, if that has to be at rest or is to be written to,
+    /// or no clone can be made.
     fn over_clone(
         about: About,
         disk: Arc<dyn Disk>,
@@ -441,23 +444,43 @@ impl Source {
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
         let history = History::hold(&*folder)?;
-        let clone = NewClone::make(folder.clone(), &about, history.last())?;
-        if options.clones {
-            clones::begin(&*folder)?;
-        }
-        let (disk, backing) = match options.at_rest {
-            true => (disk, backing),
-            false => (clone.disk()?, Box::new(clone.backing()) as Box<dyn Backing>),
+        let last = history.last();
+        let clone = match NewClone::make(folder.clone(), &about, last, options.around.as_deref())? {
+            Ok(clone) => Ok(clone),
+            Err(why) if options.clones => {
+                return Err(SourceError::Refused(format!(
+                    "{} cannot be tracked by clones ({why}): that takes a file on XFS (made with reflink=1, as is usual) or Btrfs, some room there, and the \
+                     right to write to its folder. Serve it with \"dsync serve\", and have its user write through that; or let each sync compare it",
+                    about.path.display()
+                )));
+            }
+            Err(why) => Err(why),
         };
-        let identity = backing.identity()?;
-        let last = history.last().map_or(0, |e| e.number);
-        let (recorded, was, foreign) = Self::verdict(&*folder, &*backing, &identity, last, false)?;
-        let found = (clone.verdict(recorded), was, foreign);
-        Self::begin(
-            Parts { clone: Some(clone), about, disk, folder, backing, history, identity },
-            found,
-            options,
-        )
+        let (disk, backing) = match &clone {
+            Ok(clone) if options.read_only && !options.at_rest => {
+                (clone.disk()?, Box::new(clone.backing()) as Box<dyn Backing>)
+            }
+            _ => (disk, backing),
+        };
+        // From before the clone: what is written to an image after that counts as others' writes.
+        let identity = clone.as_ref().map_or_else(|_| backing.identity(), |clone| Ok(clone.image.clone()))?;
+        let number = last.map_or(0, |e| e.number);
+        let (recorded, was, foreign) = Self::verdict(&*folder, &*backing, &identity, number, false)?;
+        let verdict = match (&clone, recorded) {
+            (Ok(clone), recorded) => clone.verdict(recorded),
+            (Err(why), Verdict::Lost(Gap::Told(_))) => {
+                Verdict::Lost(format!("no clone of it could be made: {why}").into())
+            }
+            (Err(_), recorded) => recorded,
+        };
+        let parts = Parts { clone: clone.ok(), about, disk, folder, backing, history, identity };
+        let source = Self::begin(parts, (verdict, was, foreign), options)?;
+        if !options.read_only {
+            // What is written from now on is recorded, and what was before stands in the record.
+            source.clone.lock().unwrap_or_else(|e| e.into_inner()).take();
+            clones::drop_kept(&*source.folder, &source.about)?;
+        }
+        Ok(source)
     }
 
     /// Opens a source by a verdict on its record, the size that its image had, and the times of a foreign write.
@@ -967,6 +990,7 @@ impl Source {
 impl Drop for Source {
     fn drop(&mut self) {
         self.stop_tending();
+        drop(self.clone.lock().unwrap_or_else(|e| e.into_inner()).take());
         // The lock is released last.
         let locks = self.locks.take();
         if let (Some(state), Some((lock, _image))) = (&self.fresh, locks) {

@@ -10,6 +10,7 @@ use crate::SourceError;
 use crate::clones;
 use crate::control::Client;
 use crate::source::{Source, SourceOptions};
+use crate::stamp::ImageStamp;
 use crate::state::StateDir;
 
 /// Tracks an image by clones from now on: ends its epoch, and keeps a clone of that. The image may be in use, and one that is no source yet
@@ -31,25 +32,39 @@ pub fn track_by_clones(
         }
     }
     let options = SourceOptions { read_only: true, clones: true, block_size, ..SourceOptions::default() };
-    let source = Source::open(state, image, &options)?;
+    let source = Source::open(state, image, &options).map_err(|error| match error {
+        SourceError::Shrank { path, was, is } => SourceError::Refused(format!(
+            "{} shrank from {} to {}: run \"dsync sync --allow-shrink\" first, if that is intended",
+            path.display(),
+            device::exact_size(was),
+            device::exact_size(is)
+        )),
+        other => other,
+    })?;
     let waited = source.waited();
     let epoch = source.checkpoint(false)?.epoch;
     source.close()?;
     Ok((epoch, waited))
 }
 
-/// Ends tracking an image by clones, and removes them. Returns whether it was tracked so.
+/// Ends tracking an image by clones, and removes them: it is compared from then on, and that is no fault. Returns whether there was one; `None` if it
+/// was not tracked so.
 ///
 /// # Errors
-/// `Busy` while a command holds it; if the state cannot be read or written.
-pub fn untrack(state: &StateDir, what: &Path) -> Result<bool, SourceError> {
-    let Some((place, about)) = state.source(&what.to_string_lossy())? else { return Ok(false) };
+/// `Busy` while a command holds it; if the state cannot be read or written, or a clone not removed.
+pub fn untrack(state: &StateDir, what: &Path) -> Result<Option<bool>, SourceError> {
+    let Some((place, about)) = state.source(&what.to_string_lossy())? else { return Ok(None) };
     let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
-    if !clones::are_kept(&folder)? {
-        return Ok(false);
-    }
     let taken = FolderLock::take(&place).map_err(SourceError::state("lock", &place))?;
-    let _lock = taken.map_err(|holder| SourceError::Busy { path: about.path, holder })?;
-    clones::end(&folder)?;
-    Ok(true)
+    let _lock = taken.map_err(|holder| SourceError::Busy { path: about.path.clone(), holder })?;
+    let was = clones::are_kept(&folder)?;
+    // Also of an attempt that was killed.
+    let found = clones::end(&folder, &about)?;
+    if !was && !found {
+        return Ok(None);
+    }
+    if let Some(stamp) = ImageStamp::read(&folder)? {
+        ImageStamp { served: false, ..stamp }.write(&folder)?;
+    }
+    Ok(Some(found))
 }

@@ -19,10 +19,7 @@ pub trait CutHook: Debug + Send + Sync {
 }
 
 /// Makes a cut between what its hook is told.
-///
-/// # Errors
-/// Those of the hook, before the cut, and of the cut.
-pub fn around<T>(
+pub(crate) fn around<T>(
     hook: &Option<Arc<dyn CutHook>>,
     cut: impl FnOnce() -> Result<T, SyncError>,
 ) -> Result<T, SyncError> {

@@ -88,7 +88,7 @@ pub use apart::give_up_member;
 pub use attach::{attach, attach_group, follow, follow_group, resized};
 pub use batching::Batching;
 pub use conflict::{Conflict, Diverged, Divergence, Since, with_ends};
-pub use cut_hook::{CutHook, around};
+pub use cut_hook::CutHook;
 pub use delta::Method;
 pub use demote::{DemoteOptions, DemoteSummary, LastSync, demote};
 pub use error::{Class, SyncError};

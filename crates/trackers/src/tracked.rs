@@ -339,7 +339,10 @@ impl TrackedDisk {
     /// If the record cannot be written.
     pub fn mark(&self, ranges: &[Range<u64>]) -> Result<(), TrackError> {
         let record = self.record();
-        ranges.iter().for_each(|range| _ = record.mark(range.start, range.end - range.start));
+        for range in ranges {
+            let end = range.end.min(self.len());
+            record.mark(range.start, end.saturating_sub(range.start));
+        }
         record.sync().map_err(self.failed("cannot write a record"))
     }
 

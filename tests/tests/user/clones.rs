@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use dsync_tests::image::{self, assert_equal, differing_blocks};
 use dsync_tests::mount::Mount;
-use dsync_tests::{Random, Run, Site, need, need_root, rounds, skipped, until};
+use dsync_tests::{Output, Random, Run, Site, need, need_root, rounds, skipped, until};
 use rustix::fs::FallocateFlags;
 
 const MIB: u64 = 1 << 20;
@@ -70,7 +70,7 @@ impl Cloned {
     /// The clones beside the image.
     fn clones(&self) -> Vec<PathBuf> {
         let name = self.image.file_name().expect("a name").to_string_lossy();
-        let Ok(entries) = std::fs::read_dir(self.place.join(format!(".{name}.dsync"))) else {
+        let Ok(entries) = std::fs::read_dir(self.place.join(format!(".{name}.dsync-clones"))) else {
             return Vec::new();
         };
         let paths = entries.flatten().map(|entry| entry.path());
@@ -343,6 +343,7 @@ fn wherever_a_sync_is_cut_off_the_next_one_knows_what_was_written() {
             if at % 3 == 0 {
                 // What the record says by itself is true as well.
                 scene.track("remove").ok();
+                assert_eq!(scene.clones().len(), 0);
                 scene.sync(&[]).ok();
                 assert_equal(&scene.image, &scene.replica);
                 scene.track("add").ok();
@@ -400,6 +401,137 @@ fn a_backup_in_its_place_is_refused() {
     assert_eq!(scene.clones().len(), 1);
 }
 
+/// A command whose calls of this kind take longer, at their entry or their exit; and what is done in that time, once its clone is there.
+fn slowly(scene: &Cloned, args: &[&str], delay: &str, meanwhile: impl FnOnce(&Path)) -> Output {
+    let (strace, before) = (dsync_tests::find("strace").expect("strace"), scene.clones());
+    let delay = format!("inject=ioctl:{delay}=400000");
+    let command =
+        scene.site.run(&strace).args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=ioctl", "-e", &delay]);
+    let command = command.arg(dsync_tests::site::binary()).args(args).start();
+    let new = || scene.clones().into_iter().find(|clone| !before.contains(clone));
+    until("a new clone", || new().is_some());
+    std::thread::sleep(Duration::from_millis(100));
+    meanwhile(&new().expect("a clone"));
+    command.output(Duration::from_secs(60))
+}
+
+/// What is written while a clone is made is in it or not, and is known to be.
+#[test]
+fn what_is_written_while_a_clone_is_made_is_not_missed() {
+    let what = "writes while a clone is made";
+    if !need(&["strace"], what) {
+        return;
+    }
+    for (at, delay) in ["delay_enter", "delay_exit"].into_iter().enumerate() {
+        let Some(mut scene) = Cloned::new(KINDS[0], 16 * MIB, what) else { return };
+        let image = scene.image.display().to_string();
+        let bytes: Vec<Vec<u8>> = (0..4).map(|_| scene.random.bytes(4096)).collect();
+        let wrote = |block: usize| write(&scene.image, block as u64 * BLOCK, &bytes[block]);
+        // The record of an image at rest is good until then.
+        scene.sync(&[]).ok();
+        slowly(&scene, &["track", "add", &image], delay, |_| wrote(0));
+        scene.sync(&[]).ok();
+        assert_equal(&scene.image, &scene.replica);
+        let replica = scene.replica.display().to_string();
+        slowly(&scene, &["sync", &image, &replica], delay, |_| wrote(1));
+        scene.sync_tracked();
+        scene.site.serve(&[&scene.image], &[]).stop();
+        slowly(&scene, &["sync", &image, &replica], delay, |_| wrote(2));
+        scene.sync(&[]).ok();
+        assert_equal(&scene.image, &scene.replica);
+        // A disk that hands over has all that was written to it.
+        let demoted = slowly(&scene, &["demote", &image, &replica], delay, |_| wrote(3));
+        if demoted.status.success() {
+            assert_equal(&scene.image, &scene.replica);
+        } else {
+            assert!(demoted.stderr.contains("another program"), "{at}: {demoted}");
+        }
+    }
+}
+
+/// Who owns the folder may put anything in the place of a clone: it is not read, and not removed.
+#[test]
+fn what_is_put_in_the_place_of_a_clone_is_left_alone() {
+    let what = "a link in the place of a clone";
+    if !need(&["strace"], what) {
+        return;
+    }
+    let Some(scene) = Cloned::tracked(KINDS[0], 16 * MIB, what) else { return };
+    let secret = scene.site.path("secret");
+    std::fs::write(&secret, vec![7; 16 << 20]).expect("a file");
+    let (image, replica) = (scene.image.display().to_string(), scene.replica.display().to_string());
+    for delay in ["delay_enter", "delay_exit"] {
+        write(&scene.image, 0, &[1; 4096]);
+        slowly(&scene, &["sync", &image, &replica], delay, |clone| {
+            std::fs::rename(clone, scene.place.join("taken")).expect("a rename");
+            std::os::unix::fs::symlink(&secret, clone).expect("a link");
+        });
+        assert_equal(&scene.image, &scene.replica);
+        scene.sync(&[]).ok();
+        scene.sync(&[]).ok();
+        assert_equal(&scene.image, &scene.replica);
+        assert_eq!(image::size(&secret), 16 << 20);
+        scene.clone();
+    }
+}
+
+/// Where no clone can be made, the image is read as one that rests, and refusals lead on.
+#[test]
+fn an_image_that_cannot_be_cloned_any_more_is_compared() {
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "an image that cannot be cloned any more")
+    else {
+        return;
+    };
+    scene.change(3);
+    Run::new("mount").args(["-o", "remount,ro"]).arg(&scene.place).ok();
+    scene.track("remove").code(1).says(&["cannot remove the clone"]);
+    scene.sync_compared("no clone of it could be made: ");
+    scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica).ok();
+    Run::new("mount").args(["-o", "remount,rw"]).arg(&scene.place).ok();
+    scene.change(4);
+    scene.sync(&[]).ok();
+    assert_equal(&scene.image, &scene.replica);
+    scene.change(5);
+    assert_eq!(scene.sync_tracked(), 1);
+    // A pipe in its place is waited for by nothing.
+    std::fs::rename(&scene.image, scene.place.join("away")).expect("a rename");
+    Run::new("mkfifo").arg(&scene.image).ok();
+    let status = scene.site.dsync(["status"]).limit(Duration::from_secs(20)).ok().text();
+    assert!(status.contains("vm"), "{status}");
+    std::fs::remove_file(&scene.image).expect("a pipe");
+    std::fs::rename(scene.place.join("away"), &scene.image).expect("a rename");
+    // To a file system that makes no clones.
+    let elsewhere = scene.site.path("vm.qcow2");
+    Run::new("cp").arg(&scene.image).arg(&elsewhere).ok();
+    std::fs::remove_file(&scene.image).expect("the image");
+    std::os::unix::fs::symlink(&elsewhere, &scene.image).expect("a link");
+    scene.track("add").code(4).says(&["cannot be tracked by clones", "XFS"]);
+}
+
+/// A full file system: the clone that is kept makes room for the next one, and the disk is compared.
+#[test]
+fn on_a_full_file_system_the_old_clone_goes_first() {
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 192 * MIB, "a full file system") else { return };
+    write(&scene.image, 0, &text(&mut scene.random, 150 << 20));
+    Run::new("sync").arg(&scene.image).ok();
+    let fill = scene.place.join("fill");
+    for unit in ["1M", "4K"] {
+        let line = format!(
+            "dd if=/dev/zero bs={unit} oflag=append conv=notrunc of={} 2>/dev/null; sync -f {0}; true",
+            fill.display()
+        );
+        Run::shell(&line).ok();
+    }
+    let check = scene.site.dsync(["status", "--check"]).arg(&scene.image).code(1).text();
+    assert!(check.contains("file system is filling up") && check.contains("dsync track remove"), "{check}");
+    scene.sync(&[]).ok();
+    assert_equal(&scene.image, &scene.replica);
+    scene.site.dsync(["status", "--check"]).arg(&scene.image).ok();
+    std::fs::remove_file(&fill).expect("a file");
+    scene.change(3);
+    assert!(scene.sync(&[]).ok().summary()["method"] == "tracked");
+}
+
 #[test]
 fn an_image_grows_shrinks_and_moves() {
     let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "an image of another size") else { return };
@@ -431,21 +563,28 @@ fn an_image_grows_shrinks_and_moves() {
     let before = std::mem::replace(&mut scene.image, other);
     scene.change(71);
     assert_eq!(scene.sync_tracked(), 1);
-    assert!(scene.clone().to_string_lossy().contains(".other.qcow2.dsync"));
-    assert!(!before.with_file_name(".vm.qcow2.dsync").exists());
+    assert!(scene.clone().to_string_lossy().contains(".other.qcow2.dsync-clones"));
+    assert!(!before.with_file_name(".vm.qcow2.dsync-clones").exists());
 }
 
 /// A server records what is written through it, and a clone would only take room.
 #[test]
 fn a_server_takes_over_and_gives_back() {
     let Some(mut scene) = Cloned::tracked(KINDS[1], 64 * MIB, "a server of a tracked image") else { return };
+    // What was written before it stands in its record.
+    scene.change(2);
     let server = scene.site.serve(&[&scene.image], &[]);
     assert_eq!(scene.clones().len(), 0);
     let mut client = server.client("vm");
     client.write(0, &[7; 4096]).expect("a write");
     client.close().expect("the end");
     scene.track("add").code(4).says(&["is being served"]);
-    scene.sync(&[]).ok();
+    let done = scene.sync(&[]).ok().summary();
+    assert_eq!(
+        (done["method"].as_str(), done["blocks_changed"].as_u64()),
+        (Some("tracked"), Some(2)),
+        "{done}"
+    );
     server.stop();
     assert_equal(&scene.image, &scene.replica);
     // The record of a server that ended is as good, until somebody else writes.
@@ -560,7 +699,15 @@ fn a_group_of_tracked_images_is_at_rest() {
 fn the_end_leaves_nothing_behind() {
     let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "the end of tracking") else { return };
     let status = scene.site.dsync(["status"]).arg(&scene.image).ok().text();
-    assert!(status.contains("tracked by clones"), "{status}");
+    assert!(
+        status.contains("tracked by clones: what was overwritten since the last one takes 0 B"),
+        "{status}"
+    );
+    scene.change(3);
+    Run::new("sync").arg(&scene.image).ok();
+    let status = scene.site.dsync(["status", "--json"]).arg(&scene.image).ok().summary();
+    assert_eq!(status["clone"]["kept_bytes"], 4096, "{status}");
+    scene.sync_tracked();
     scene.track("remove").ok();
     assert_eq!(scene.clones().len(), 0);
     scene.track("remove").code(4).says(&["is not tracked"]);
@@ -572,7 +719,7 @@ fn the_end_leaves_nothing_behind() {
     scene.sync(&[]).ok();
     scene.site.dsync(["forget"]).arg(&scene.image).ok();
     assert_eq!(scene.clones().len(), 0);
-    assert!(!scene.place.join(".vm.qcow2.dsync").exists());
+    assert!(!scene.place.join(".vm.qcow2.dsync-clones").exists());
 }
 
 #[test]
@@ -590,12 +737,12 @@ fn what_cannot_be_tracked_by_clones_is_said() {
     let image = place.join("vm.raw");
     image::sparse(&image, MIB);
     let add = |options: &[&str]| site.dsync(["track", "add"]).arg(&image).args(options);
-    add(&[]).code(4).says(&["XFS", "Btrfs", "dsync serve"]);
+    add(&[]).code(4).says(&["its file system makes none", "XFS", "Btrfs", "dsync serve"]);
     add(&["--group", "db"]).code(2).says(&["block devices"]);
     add(&["--with", "dm"]).code(2).says(&["block devices"]);
     site.dsync(["track", "save"]).arg(&image).code(2).says(&["is a file"]);
     site.dsync(["track", "remove"]).arg(&image).code(4).says(&["is not tracked"]);
     let status = site.dsync(["status"]).ok().text();
     assert!(status.contains("no sources yet"), "{status}");
-    until("nothing is left", || !place.join(".vm.raw.dsync").exists());
+    until("nothing is left", || !place.join(".vm.raw.dsync-clones").exists());
 }
