@@ -109,8 +109,8 @@ impl Handle {
         let is_cloned = state.source(what)?.is_some_and(|(place, _)| is_cloned(&place));
         if is_cloned {
             return Err(SourceError::Refused(format!(
-                "{} is tracked by clones, which tell what was written when it is synced: run \"dsync sync\" from a timer, or serve it with \"dsync \
-                 serve\" to mirror it",
+                "{} is tracked by clones, which tell only at each sync what was written before it, so there is nothing to mirror from: run \"dsync sync\" \
+                 from a timer, or serve the image with \"dsync serve\"",
                 path.display()
             )));
         }
