@@ -258,11 +258,15 @@ impl NewClone {
         CloneBacking { file: self.file.clone(), path: self.path(), image: self.image.clone(), boot }
     }
 
-    /// It will be that of an epoch which is about to be written to the history, or is the last one there and has none that holds. Durable on return.
+    /// It will be that of an epoch which is about to be written to the history, or is the last one there and has none that holds: unless the source's disk
+    /// is the image itself, and was written to since. Durable on return.
     ///
     /// # Errors
     /// If that cannot be written.
-    pub(crate) fn keep(&mut self, epoch: Epoch) -> Result<(), SourceError> {
+    pub(crate) fn keep(&mut self, epoch: Epoch, backing: &dyn Backing) -> Result<(), SourceError> {
+        if backing.identity()? != self.image {
+            return Ok(());
+        }
         let failed = SourceError::state("look at a clone in", self.dir.path());
         let file = device::identity_of(&self.file, &self.path()).map_err(failed)?;
         let list = kept(&*self.state)?.unwrap_or_default();
@@ -275,8 +279,8 @@ impl NewClone {
         Ok(())
     }
 
-    /// Forgets those of earlier epochs. What fails is repeated by the next clone's maker.
-    pub(crate) fn drop_earlier(&self) {
+    /// Forgets those of other epochs. What fails is repeated by the next clone's maker.
+    pub(crate) fn drop_others(&self) {
         let Ok(Some(list)) = kept(&*self.state) else { return };
         let (stays, goes): (Vec<_>, Vec<_>) = list.into_iter().partition(|kept| kept.name == self.name);
         if write_json(&*self.state, NAME, &stays).is_ok() {

@@ -760,7 +760,7 @@ impl Source {
                 let (blocks, changes) = (self.about.block_size, &frozen.changes);
                 let mut clone = self.clone.lock().unwrap_or_else(|e| e.into_inner()).take();
                 let settled = self.backing.durable_time().and_then(|durable| {
-                    clone.as_mut().map_or(Ok(()), |clone| clone.keep(epoch))?;
+                    clone.as_mut().map_or(Ok(()), |clone| clone.keep(epoch, &*self.backing))?;
                     epochs.history.append(epoch, lost.clone(), size, blocks, changes)?;
                     epochs.stamp.durable = durable;
                     // The gap is in the history. And a history that ends before this epoch is not trusted any more:
@@ -779,7 +779,7 @@ impl Source {
                     }
                     return Err(error);
                 }
-                clone.into_iter().for_each(|clone| clone.drop_earlier());
+                clone.into_iter().for_each(|clone| clone.drop_others());
                 epoch
             }
         };
@@ -796,7 +796,7 @@ impl Source {
     fn keep_clone(&self, epoch: Epoch) -> Result<(), SourceError> {
         let mut clone = self.clone.lock().unwrap_or_else(|e| e.into_inner());
         let first = clone.take_if(|clone| clone.since.is_err());
-        first.map_or(Ok(()), |mut clone| clone.keep(epoch))
+        first.map_or(Ok(()), |mut clone| clone.keep(epoch, &*self.backing))
     }
 
     /// Ends the epochs of several sources at one moment, with a view of each; see [`TrackedDisk::checkpoint_together`]. All callers
