@@ -404,13 +404,18 @@ fn a_backup_in_its_place_is_refused() {
 /// A command whose calls of this kind take longer, at their entry or their exit; and what is done in that time, once its clone is there.
 fn slowly(scene: &Cloned, args: &[&str], delay: &str, meanwhile: impl FnOnce(&Path)) -> Output {
     let (strace, before) = (dsync_tests::find("strace").expect("strace"), scene.clones());
-    let delay = format!("inject=ioctl:{delay}=400000");
+    let delay = format!("inject=ioctl:{delay}=250000");
     let command =
         scene.site.run(&strace).args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=ioctl", "-e", &delay]);
     let command = command.arg(dsync_tests::site::binary()).args(args).start();
     let new = || scene.clones().into_iter().find(|clone| !before.contains(clone));
-    until("a new clone", || new().is_some());
-    std::thread::sleep(Duration::from_millis(100));
+    // Before the call that fills it, or just after.
+    let is_due =
+        |clone: &Path| delay.contains("enter") || std::fs::metadata(clone).is_ok_and(|found| found.len() > 0);
+    until("a new clone", || new().is_some_and(|clone| is_due(&clone)));
+    if delay.contains("enter") {
+        std::thread::sleep(Duration::from_millis(100));
+    }
     meanwhile(&new().expect("a clone"));
     command.output(Duration::from_secs(60))
 }
