@@ -31,7 +31,7 @@ pub(crate) fn clones(bench: &Bench, report: &mut Report) -> Result<()> {
         "clones: images that are tracked by clones",
         &format!(
             "An image of {} on a file system of its own (a loop device past the page cache), in so many pieces; {CHANGED} blocks written between two syncs; the \
-             replica on the disk beneath. A clone is one call, for which writers wait; finding reads the maps of two clones, twice. Medians of \
+             replica on the disk beneath. A clone is one call, for which writers wait; finding reads the map of the new one once, and of the old one twice. Medians of \
              {rounds} rounds. The writer writes a block and makes it durable, again and again; with a sync after each second or without.",
             size(bytes as f64)
         ),
@@ -86,7 +86,6 @@ struct Scene {
     volume: Loop,
     dsync: Dsync,
     bytes: u64,
-    pieces: u64,
 }
 
 impl Scene {
@@ -105,10 +104,14 @@ impl Scene {
         content.apply(&change, &image)?;
         File::open(&image)?.sync_all()?;
         std::fs::remove_file(&base)?;
-        let said = run(command("filefrag").arg(&image), LIMIT)?.stdout;
+        Ok(Scene { kind, folder, volume, dsync, bytes })
+    }
+
+    /// In how many pieces the image is.
+    fn pieces(&self) -> Result<u64> {
+        let said = run(command("filefrag").arg(self.image()), LIMIT)?.stdout;
         let pieces = said.rsplit(": ").next().and_then(|rest| rest.split_whitespace().next()?.parse().ok());
-        let pieces = pieces.with_context(|| format!("no number of extents in: {said}"))?;
-        Ok(Scene { kind, folder, volume, dsync, bytes, pieces })
+        pieces.with_context(|| format!("no number of extents in: {said}"))
     }
 
     fn image(&self) -> std::path::PathBuf {
@@ -146,13 +149,15 @@ impl Scene {
         self.dsync.sync(&image, &name, &[], LIMIT)?;
         let other = self.folder.path().join("other");
         run(command("cp").arg(&copy).arg(&other), LIMIT)?;
-        let [mut clone, mut finding, mut sync, mut compare, mut rsync] = [(); 5].map(|()| Vec::new());
+        let [mut pieces, mut clone, mut finding, mut sync, mut compare, mut rsync] =
+            [(); 6].map(|()| Vec::new());
         for _ in 0..rounds {
             go_on()?;
             let old = self.clone("old")?.0;
             self.change(&mut random)?;
             let (new, took) = self.clone("new")?;
             clone.push(took);
+            pieces.push(self.pieces()? as f64);
             let began = Instant::now();
             let found = device::differing(&old, &new)?;
             finding.push(began.elapsed().as_secs_f64());
@@ -173,8 +178,9 @@ impl Scene {
             rsync.push(run(&mut shell(&line), LIMIT)?.seconds);
             run(command("cmp").arg(&image).arg(&copy), LIMIT).context("WRONG CONTENT")?;
         }
-        let each = median(&finding) / self.pieces as f64 * 1e5;
-        if self.pieces > 10_000 {
+        let pieces = median(&pieces);
+        let each = median(&finding) / pieces * 1e5;
+        if pieces > 10_000.0 {
             report.goal(
                 &format!("clones: seconds to find changes per 100 000 pieces, {}", self.kind),
                 each,
@@ -184,10 +190,10 @@ impl Scene {
         }
         let [clone, finding, sync, compare, rsync] =
             [clone, finding, sync, compare, rsync].map(|figures| median(&figures));
-        let each = if self.pieces > 10_000 { format!("{each:.3}") } else { "-".into() };
+        let each = if pieces > 10_000.0 { format!("{each:.3}") } else { "-".into() };
         table.row(vec![
             self.kind.into(),
-            self.pieces.to_string(),
+            format!("{pieces:.0}"),
             format!("{:.1} ms", clone * 1e3),
             format!("{:.1} ms", finding * 1e3),
             each,
@@ -201,7 +207,7 @@ impl Scene {
     /// What a writer feels, without syncs and with them.
     fn wait(&self, lasts: u64, table: &mut Table) -> Result<()> {
         let name = self.folder.path().join("copy").display().to_string();
-        let mut cells = vec![self.kind.to_string(), self.pieces.to_string()];
+        let mut cells = vec![self.kind.to_string(), self.pieces()?.to_string()];
         for with in [false, true] {
             go_on()?;
             let ended = AtomicBool::new(false);

@@ -140,14 +140,15 @@ pub fn likely_differing(old: &File, new: &File) -> io::Result<Overwritten> {
     Ok(Overwritten { ranges, kept })
 }
 
-/// Two maps as they were at one moment: a balance may move the content of one file away between two looks, and that of the other to where it was.
+/// Two maps, of which the old one stood still while the new one was read: a balance may move its content away between two looks, and other content to where
+/// that was.
 fn together(
     mut old: impl FnMut() -> io::Result<Vec<Extent>>,
     mut new: impl FnMut() -> io::Result<Vec<Extent>>,
 ) -> io::Result<(Vec<Extent>, Vec<Extent>)> {
     for _ in 0..ATTEMPTS {
         let (before, now) = (old()?, new()?);
-        if old()? == before && new()? == now {
+        if old()? == before {
             return Ok((before, now));
         }
     }
@@ -246,13 +247,11 @@ mod tests {
             let mut places = at.iter();
             move || Ok(vec![kept(0, 100, *places.next().expect("a look"))])
         };
-        let (old, new) = together(looks(&[7, 8, 8, 8]), looks(&[7, 7, 7, 7])).unwrap();
-        assert_eq!(walk(&old, &new, 100).0, [0..100]);
-        let (old, new) = together(looks(&[7, 7, 8, 8]), looks(&[7, 9, 9, 9])).unwrap();
+        let (old, new) = together(looks(&[7, 8, 8, 8]), looks(&[7, 7])).unwrap();
         assert_eq!(walk(&old, &new, 100).0, [0..100]);
         let mut looks = 0..;
         let moving = || Ok(vec![kept(0, 100, looks.next().expect("a number"))]);
-        let never = together(|| Ok(Vec::new()), moving);
+        let never = together(moving, || Ok(Vec::new()));
         assert!(never.is_err());
     }
 
