@@ -186,7 +186,7 @@ fn campaign(kind: (&str, &str)) {
     let Some(mut scene) = Cloned::tracked(kind, 128 * MIB, what) else { return };
     let mut writer = Writer::start(&scene.image, scene.random.fork());
     let mut before = scene.site.path("before");
-    for round in 0..rounds(8, 60) {
+    for round in 0..rounds(5, 60) {
         std::thread::sleep(Duration::from_millis(scene.random.below(300)));
         image::copy(&scene.replica, &before);
         let done = scene.sync(&[]).ok().summary();
@@ -260,7 +260,7 @@ fn what_is_moved_is_not_missed() {
         }
     });
     let mut writer = Writer::start(&scene.image, scene.random.fork());
-    for _ in 0..rounds(5, 40) {
+    for _ in 0..rounds(3, 40) {
         // Where it never rests, that is said, and all of it is compared.
         let done = scene.sync(&[]).ok().summary();
         assert!(["tracked", "compare"].contains(&done["method"].as_str().expect("a method")), "{done}");
@@ -301,7 +301,7 @@ fn a_sync_that_is_killed_leaves_nothing_behind() {
     for kind in &KINDS[..2] {
         let what = "kills of a sync by clones";
         let Some(mut scene) = Cloned::tracked(*kind, 64 * MIB, what) else { return };
-        for _ in 0..rounds(12, 200) {
+        for _ in 0..rounds(8, 200) {
             for _ in 0..1 + scene.random.below(40) {
                 let block = scene.random.below(64 * MIB / BLOCK);
                 scene.change(block);
