@@ -7,10 +7,11 @@
 
 use std::fs::File;
 use std::io;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use rustix::fs::{IFlags, fstatfs, ioctl_ficlone, ioctl_getflags, ioctl_setflags};
+use rustix::fs::{Advice, IFlags, fadvise, fstatfs, ioctl_ficlone, ioctl_getflags, ioctl_setflags};
 
 use crate::sys;
 
@@ -102,8 +103,7 @@ pub fn differing(old: &File, new: &File) -> io::Result<Vec<Range<u64>>> {
         return Err(io::Error::other("they are on two file systems"));
     }
     let (before, now) = together(|| places(old, true), || places(new, true))?;
-    let (mut ranges, mut opaque) = walk(&before, &now, old_size.min(size));
-    opaque.retain(|range| !range.is_empty());
+    let (mut ranges, opaque) = walk(&before, &now, old_size.min(size));
     for range in opaque {
         compare(old, new, range, &mut ranges)?;
     }
@@ -178,17 +178,18 @@ fn walk(old: &[Extent], new: &[Extent], end: u64) -> (Vec<Range<u64>>, Vec<Range
             (Some(was), Some(is)) if !was.opaque && !is.opaque && was.at(at) == is.at(at) => None,
             _ => Some(&mut differ),
         };
-        match into.map(|ranges| (ranges.last_mut().filter(|last| last.end == at).is_some(), ranges)) {
-            Some((true, ranges)) => ranges.iter_mut().last().into_iter().for_each(|last| last.end = upto),
-            Some((false, ranges)) => ranges.push(at..upto),
-            None => {}
+        if let Some(ranges) = into {
+            match ranges.last_mut() {
+                Some(last) if last.end == at => last.end = upto,
+                _ => ranges.push(at..upto),
+            }
         }
         at = upto;
     }
     (differ, opaque)
 }
 
-/// Adds the parts of a range in which the content of two files differs.
+/// Adds the parts of a range in which the content of two files differs, and drops what the page cache has of them: nobody else reads clones.
 fn compare(old: &File, new: &File, range: Range<u64>, into: &mut Vec<Range<u64>>) -> io::Result<()> {
     let (mut before, mut now) = (vec![0; CHUNK as usize], vec![0; CHUNK as usize]);
     let mut at = range.start;
@@ -203,6 +204,11 @@ fn compare(old: &File, new: &File, range: Range<u64>, into: &mut Vec<Range<u64>>
             }
         }
         at += len as u64;
+        // What was read ahead is kept until the end.
+        let upto = NonZeroU64::new(at).filter(|_| at < range.end);
+        for file in [old, new] {
+            let _ = fadvise(file, 0, upto, Advice::DontNeed);
+        }
     }
     Ok(())
 }

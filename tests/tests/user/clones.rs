@@ -9,10 +9,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use dsync_tests::image::{self, assert_equal, differing_blocks};
+use dsync_tests::listener::{HOST, Offering, key, trust};
 use dsync_tests::mount::Mount;
 use dsync_tests::{Output, Random, Run, Site, need, need_root, rounds, skipped, until};
 use rustix::fs::FallocateFlags;
 
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 4096;
 
@@ -294,6 +296,10 @@ fn another_part_of_what_is_packed_is_seen() {
     scene.sync(&[]).ok();
     share(65536);
     assert_eq!(scene.sync_tracked(), 16);
+    // What was read for that stays in nobody's way.
+    let kept = scene.clone();
+    assert_eq!(scene.sync_tracked(), 0);
+    assert_eq!((scene.clone(), image::cached(&kept)), (kept, Some(0)));
 }
 
 #[test]
@@ -626,6 +632,47 @@ fn who_hands_over_is_at_rest() {
     write(&scene.replica, 0, &[1; 4096]);
     scene.site.sync(&scene.replica, &scene.image, &[]).ok();
     assert_equal(&scene.image, &scene.replica);
+}
+
+/// The moment and what changed are told at the host of the image, whoever asks and by whatever way.
+#[test]
+fn another_host_gets_what_the_clones_tell() {
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 32 * MIB, "clones and another host") else { return };
+    let (far, image) = (Site::new(), scene.image.display().to_string());
+    let offering = Offering::start(&scene.site, &[&scene.image], &[]);
+    trust(&far, HOST, &scene.site, &[]);
+    scene.site.dsync(["key", "trust", "far", &key(&far), "--for", "serve"]).ok();
+    let (pulled, pushed, over_tls) = (far.path("pulled"), far.path("pushed"), far.path("over-tls"));
+    let pull = |scene: &Cloned| {
+        let run = far.dsync(["sync", "--json", "--rsh", RSH]).arg(format!("far:{image}")).arg(&pulled);
+        run.env("RSH_STATE", scene.site.state()).ok().summary()
+    };
+    let push = |scene: &Cloned| {
+        let run = scene
+            .site
+            .dsync(["sync", "--json", "--rsh", RSH, &image])
+            .arg(format!("far:{}", pushed.display()));
+        run.env("RSH_STATE", far.state()).ok().summary()
+    };
+    let fetch =
+        |_: &Cloned| far.dsync(["sync", "--json"]).arg(offering.source(&image)).arg(&over_tls).ok().summary();
+    type Sync<'a> = &'a dyn Fn(&Cloned) -> serde_json::Value;
+    let ways: [(Sync<'_>, &Path); 3] = [(&pull, &pulled), (&push, &pushed), (&fetch, &over_tls)];
+    for (sync, _) in ways {
+        sync(&scene);
+    }
+    let lock = device::lock_image(&scene.image, device::Access::Write).expect("a lock");
+    for (at, (sync, replica)) in ways.into_iter().enumerate() {
+        scene.change(50 + at as u64);
+        let done = sync(&scene);
+        assert_eq!(
+            (&done["method"], &done["blocks_changed"]),
+            (&"tracked".into(), &(at as u64 + 1).into()),
+            "{done}"
+        );
+        assert_equal(&scene.clone(), replica);
+    }
+    drop(lock);
 }
 
 /// Its hook is held around the moment that is copied.
