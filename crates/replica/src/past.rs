@@ -294,14 +294,11 @@ impl Settings {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             read => read.map_err(|e| io_error("read", &path())(e))?,
         }
+        let way_out = "it says what is kept of the past of the replica: remove it, and pass to the next sync what is to be kept, as in \
+                       \"dsync sync --keep 24h\"";
         let damaged = |error: serde_json::Error| {
-            ReplicaError::Damaged {
-            path: path(),
-            why: error.to_string(),
-            way_out: "it says what is kept of the past of the replica: remove it, and pass to the next sync what is to be kept, as in \
-                      \"dsync sync --keep 24h\""
-                .into(),
-        }
+            let why = error.to_string();
+            ReplicaError::Damaged { path: path(), why, way_out: way_out.into() }
         };
         let settings: Settings = of_version(&bytes, 1, &path())?.map_err(damaged)?;
         Ok(Some(settings).filter(|settings| !settings.keep.is_nothing()))
