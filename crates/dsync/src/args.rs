@@ -1075,7 +1075,7 @@ pub(crate) enum TrackAction {
         #[arg(value_name = "DISK")]
         device: PathBuf,
         /// The tracker of a block device [default: bpf]
-        #[arg(long, value_enum, hide_default_value = true)]
+        #[arg(long, value_enum)]
         with: Option<With>,
         /// Block size of the record: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]

@@ -66,7 +66,7 @@ impl Kept {
         }
     }
 
-    /// Removes it. One that is gone is no error.
+    /// Removes it. It is not an error if it is gone.
     fn remove(&self) -> io::Result<()> {
         match Dir::existing(&self.folder).and_then(|dir| dir.remove(&self.name)) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(error),

@@ -476,7 +476,7 @@ impl Source {
         let parts = Parts { clone: clone.ok(), about, disk, folder, backing, history, identity };
         let source = Self::begin(parts, (verdict, was, foreign), options)?;
         if !options.read_only {
-            // What is written from now on is recorded, and what was before stands in the record.
+            // What was written before is in the record, as is what will be.
             source.clone.lock().unwrap_or_else(|e| e.into_inner()).take();
             clones::drop_kept(&*source.folder, &source.about)?;
         }

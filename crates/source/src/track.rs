@@ -47,7 +47,7 @@ pub fn track_by_clones(
     Ok((epoch, waited))
 }
 
-/// Ends tracking an image by clones, and removes them: it is compared from then on, and that is no fault. Returns whether there was one; `None` if it
+/// Ends tracking an image by clones, and removes them: it is compared from then on, which monitors do not report. Returns whether there was one; `None` if it
 /// was not tracked so.
 ///
 /// # Errors

@@ -1,5 +1,5 @@
-//! Deltas as they were written once. They lie in `tests/golden`, each beside what is in it or why it is refused, and are
-//! never written again: what reads them not is no dsync.
+//! Deltas as they were written once. They are in `tests/golden`, each beside what is in it or why it is refused, and are
+//! never written again: every version has to read them.
 //!
 //! To add some: `cargo test -p delta -- --ignored write_golden_files`, which leaves those alone that exist.
 
