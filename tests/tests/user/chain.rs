@@ -489,7 +489,8 @@ impl Sites {
     /// The term that a disk has heard of last.
     fn term(&self, which: usize) -> u64 {
         let status = self.hosts[which].run(&["status", "--json"]).output();
-        if status.status.success() { status.summary()["term"].as_u64().unwrap_or(0) } else { 0 }
+        // A switch that was killed leaves a disk that is both.
+        status.json().iter().filter_map(|line| line["term"].as_u64()).max().unwrap_or(0)
     }
 
     /// Brings another site up to date: whatever it takes, it is equal then.
