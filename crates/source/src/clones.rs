@@ -26,6 +26,7 @@ use uuid::Uuid;
 use crate::backing::Backing;
 use crate::history::History;
 use crate::json::{read_json, write_json};
+use crate::rests::Rests;
 use crate::stamp::Verdict;
 use crate::state::About;
 use crate::{Gap, SourceError};
@@ -211,12 +212,12 @@ impl NewClone {
         };
         let _replica = lock_replica(&about.path)?;
         let name = format!("{}{}", prefix(about), Uuid::new_v4());
-        let mut made = fill((&dir, &name), (&image, &about.path), around)?;
+        let mut made = fill(&*state, (&dir, &name), (&image, &about.path), around)?;
         if matches!(&made, Err(error) if error.kind() == ErrorKind::StorageFull) && !list.is_empty() {
             // The old one makes room, and all is compared once.
             write_json(&*state, NAME, &Vec::<Kept>::new())?;
             list.drain(..).for_each(|kept| kept.forget());
-            made = fill((&dir, &name), (&image, &about.path), around)?;
+            made = fill(&*state, (&dir, &name), (&image, &about.path), around)?;
         }
         Ok(made.map_err(|error| error.to_string()).map(|Filled { file, image, is_still, waited }| {
             let since = since(list.first(), &file);
@@ -308,6 +309,7 @@ struct Filled {
 
 /// Makes a clone of this name in a folder. After an error there is none.
 fn fill(
+    state: &dyn Folder,
     (dir, name): (&Dir, &str),
     (from, path): (&File, &Path),
     around: Option<&dyn Around>,
@@ -323,7 +325,7 @@ fn fill(
             return Ok(Err(error));
         }
         around.map_or(Ok(()), |around| around.before()).map_err(SourceError::Hook)?;
-        let cloned = clone_now(from, &file, path);
+        let cloned = clone_now(state, from, &file, path);
         around.into_iter().for_each(|around| around.after(cloned.is_ok()));
         Ok(cloned.and_then(|(image, is_still, waited)| {
             // What was written between the two is in the clone.
@@ -340,7 +342,12 @@ fn fill(
 }
 
 /// Makes a clone. What the image was just before, whether it was that just after, and how long its writers waited.
-fn clone_now(from: &File, to: &File, path: &Path) -> io::Result<(Identity, bool, Duration)> {
+fn clone_now(
+    state: &dyn Folder,
+    from: &File,
+    to: &File,
+    path: &Path,
+) -> io::Result<(Identity, bool, Duration)> {
     let clock = Clock::system();
     let look = || device::identity_of(from, path);
     let mut image = look()?;
@@ -351,8 +358,11 @@ fn clone_now(from: &File, to: &File, path: &Path) -> io::Result<(Identity, bool,
     }
     let is_settled = clock.is_past(image.ctime_ns);
     let began = Instant::now();
-    device::clone_file(from, to)?;
+    let cloned = device::clone_file(from, to);
     let waited = began.elapsed();
+    // Where that cannot be written, nor can what follows.
+    let _ = Rests::of_image(state).map(|rests| rests.add(waited));
+    cloned?;
     let is_still = is_settled && look()? == image;
     if !is_still {
         // No older than what is recorded, and no newer than what there will be.

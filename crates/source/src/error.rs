@@ -39,8 +39,8 @@ pub enum SourceError {
         /// The holder.
         holder: String,
     },
-    /// Its file systems were frozen too recently to be frozen again for a peer.
-    #[error("the file systems on {} were frozen a short time ago, and for peers they are frozen for no more than a tenth of the time: run again later, or pass --wait", .0.display())]
+    /// Its file systems were frozen, or its image cloned, too recently to be so again for a peer.
+    #[error("writes to {} were stopped a short time ago, for a freeze or a clone, and for peers they are stopped for no more than a tenth of the time: run again later, or pass --wait", .0.display())]
     Rests(PathBuf),
     /// No such source.
     #[error("{0}")]

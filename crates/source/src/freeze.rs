@@ -4,15 +4,16 @@
 //! Then the freeze is void, and [`Freeze::thaw`] fails.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use device::{Boot, Dir, Mount};
-use rustix::fs::{FlockOperation, OFlags};
+use device::Mount;
+use rustix::fs::FlockOperation;
 
+use crate::rests::Rests;
 use crate::watchdog::{FITHAW, OFF, Watchdog, WatchdogArgs};
 
 const FIFREEZE: u32 = 0xc004_5877;
@@ -197,54 +198,9 @@ impl Drop for Freeze {
     fn drop(&mut self) {
         self.end();
         // The time that they had is over anyway.
-        let _ = Rests::here().and_then(|rests| rests.add(&self.devs, self.clock.began.elapsed(), uptime()));
+        let lasted = self.clock.began.elapsed();
+        let _ = Rests::of_file_systems(self.devs.drain(..)).map(|rests| rests.add(lasted));
     }
-}
-
-/// A file system rests for so many times as long as it was frozen: it is frozen for at most a tenth of the time.
-const REST: u32 = 9;
-
-/// Until when file systems rest that were frozen, as all processes of this host know it: a file each, locked while it is read or written,
-/// with the boot and the nanoseconds since.
-pub(crate) struct Rests(Dir);
-
-impl Rests {
-    pub(crate) fn here() -> io::Result<Rests> {
-        Ok(Rests(Dir::open(&trackers::run_folder().join("rests"))?))
-    }
-
-    fn of(&self, dev: u64) -> io::Result<(File, Duration)> {
-        let name = format!("{}:{}", libc::major(dev), libc::minor(dev));
-        let file = self.0.file(&name, OFlags::RDWR | OFlags::CREATE, 0o600)?;
-        rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
-        let mut said = String::new();
-        (&file).read_to_string(&mut said)?;
-        let until = said.split_once(' ').filter(|(boot, _)| *boot == Boot::current().id);
-        let until = until.and_then(|(_, nanos)| nanos.parse().ok()).unwrap_or(0);
-        Ok((file, Duration::from_nanos(until)))
-    }
-
-    /// File systems were frozen for so long until `now`. The attempts of one cut add up.
-    fn add(&self, devs: &[u64], lasted: Duration, now: Duration) -> io::Result<()> {
-        devs.iter().try_for_each(|dev| {
-            let (file, until) = self.of(*dev)?;
-            let until = until.max(now) + lasted * REST;
-            let said = format!("{} {}", Boot::current().id, until.as_nanos());
-            file.set_len(0)?;
-            file.write_all_at(said.as_bytes(), 0)
-        })
-    }
-
-    /// True if one of these file systems rests at that moment.
-    pub(crate) fn any(&self, mounts: &[Mount], now: Duration) -> io::Result<bool> {
-        mounts.iter().try_fold(false, |rests, mount| Ok(rests || self.of(mount.dev)?.1 > now))
-    }
-}
-
-/// The time since the boot, of all processes.
-pub(crate) fn uptime() -> Duration {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-    Duration::new(now.tv_sec.max(0) as u64, now.tv_nsec.max(0) as u32)
 }
 
 /// Writes out the caches of file systems.
@@ -312,35 +268,3 @@ impl Drop for ExpeditedRcu {
 }
 
 const ON: &[u8; 1] = b"1";
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_file_system_is_frozen_for_a_tenth_of_the_time() {
-        let at = |dev| [Mount { places: Vec::new(), dev }];
-        let temp = tempfile::tempdir().unwrap();
-        // Those of two processes.
-        let [own, other] = [(); 2].map(|()| Rests(Dir::open(temp.path()).unwrap()));
-        let rests = |dev, now| own.any(&at(dev), now).unwrap();
-        let (now, second) = (uptime(), Duration::from_secs(1));
-        let devs = [1, 2];
-        assert!(!rests(1, now));
-        other.add(&devs, second, now).unwrap();
-        for dev in devs {
-            assert!(rests(dev, now + 9 * second - Duration::from_millis(1)));
-            assert!(!rests(dev, now + 9 * second));
-        }
-        assert!(!rests(3, now));
-        // The second attempt of a cut.
-        own.add(&devs[..1], second, now + second).unwrap();
-        assert!(rests(1, now + 17 * second));
-        assert!(!rests(1, now + 18 * second) && !rests(2, now + 9 * second));
-        // Of an earlier boot, or nonsense.
-        for said in [format!("x {}", u64::MAX), "?".into()] {
-            std::fs::write(temp.path().join("0:1"), said).unwrap();
-            assert!(!rests(1, now));
-        }
-    }
-}

@@ -49,6 +49,7 @@ mod lives;
 mod memory_view;
 mod overwritten;
 mod peek;
+mod rests;
 mod source;
 mod stamp;
 mod state;

@@ -19,10 +19,11 @@ use crate::backing::{Backing, open_reader};
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::convergence::Convergence;
 use crate::discard;
-use crate::freeze::{self, Freeze, FreezeError, Prepared, Rests};
+use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::History;
 use crate::lives;
 use crate::memory_view::{MemoryReader, MemoryView};
+use crate::rests::Rests;
 use crate::stamp::ImageStamp;
 use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Tally;
@@ -394,10 +395,7 @@ impl Live {
             )));
         }
         if options.for_peer {
-            let rests = Rests::here().and_then(|rests| rests.any(&mounts, freeze::uptime()));
-            if rests.map_err(SourceError::state("look into", &trackers::run_folder()))? {
-                return Err(SourceError::Rests(self.about.path.clone()));
-            }
+            Rests::of_file_systems(mounts.iter().map(|mount| mount.dev))?.refuse(&self.about.path)?;
         }
         Ok(mounts)
     }

@@ -21,6 +21,7 @@ use crate::clones::{self, Around, NewClone};
 use crate::discard;
 use crate::history::{History, Position};
 use crate::lives::{self, Batches};
+use crate::rests::Rests;
 use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
 use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Tally;
@@ -36,6 +37,8 @@ pub struct SourceOptions {
     pub read_only: bool,
     /// Track the image by clones from now on, if it is not.
     pub clones: bool,
+    /// A peer asks for it: an image that was just cloned is left alone.
+    pub for_peer: bool,
     /// What is held around the moment of its clone, if it is tracked so.
     pub around: Option<Arc<dyn Around>>,
     /// Nothing may write to the disk while it is open here, also if it is tracked by clones: what comes after a clone would be in no sync.
@@ -62,6 +65,7 @@ impl Default for SourceOptions {
             block_size: None,
             read_only: false,
             clones: false,
+            for_peer: false,
             around: None,
             at_rest: false,
             direct: false,
@@ -445,6 +449,9 @@ impl Source {
     ) -> Result<Source, SourceError> {
         let history = History::hold(&*folder)?;
         let last = history.last();
+        if options.for_peer {
+            Rests::of_image(&*folder)?.refuse(&about.path)?;
+        }
         let clone = match NewClone::make(folder.clone(), &about, last, options.around.as_deref())? {
             Ok(clone) => Ok(clone),
             Err(why) if options.clones => {

@@ -262,6 +262,7 @@ impl Pull {
             block_size: self.open.block_size,
             trust_device: self.open.trust_device,
             allow_shrink: self.open.allow_shrink,
+            for_peer: client.is_some(),
             ..SourceOptions::default()
         };
         let handle = attach(state, &self.allowed(allowed)?, &options)?;

@@ -654,8 +654,9 @@ fn another_host_gets_what_the_clones_tell() {
             .arg(format!("far:{}", pushed.display()));
         run.env("RSH_STATE", far.state()).ok().summary()
     };
-    let fetch =
-        |_: &Cloned| far.dsync(["sync", "--json"]).arg(offering.source(&image)).arg(&over_tls).ok().summary();
+    let fetch = |_: &Cloned| {
+        far.dsync(["sync", "--json", "--wait=10s"]).arg(offering.source(&image)).arg(&over_tls).ok().summary()
+    };
     type Sync<'a> = &'a dyn Fn(&Cloned) -> serde_json::Value;
     let ways: [(Sync<'_>, &Path); 3] = [(&pull, &pulled), (&push, &pushed), (&fetch, &over_tls)];
     for (sync, _) in ways {
@@ -673,6 +674,40 @@ fn another_host_gets_what_the_clones_tell() {
         assert_equal(&scene.clone(), replica);
     }
     drop(lock);
+}
+
+/// Its writers wait while an image is cloned: a peer that asks for one session after another makes them do so for a tenth of the time.
+#[test]
+fn a_peer_has_an_image_cloned_for_a_tenth_of_the_time() {
+    let what = "clones for a peer";
+    if !need(&["strace"], what) {
+        return;
+    }
+    let Some(mut scene) = Cloned::tracked(KINDS[0], 16 * MIB, what) else { return };
+    let (far, image) = (Site::new(), scene.image.display().to_string());
+    let offerings = [(); 2].map(|()| Offering::start(&scene.site, &[&scene.image], &[]));
+    trust(&far, HOST, &scene.site, &[]);
+    scene.site.dsync(["key", "trust", "far", &key(&far), "--for", "serve"]).ok();
+    let fetch = |from: &Offering, command: &[&str]| {
+        far.dsync(command).arg(from.source(&image)).arg(far.path("fetched")).arg("--wait=1s")
+    };
+    // The first clone takes as long as one of an image in many pieces.
+    let process = offerings[0].process.pid().as_raw_nonzero().to_string();
+    let strace = Run::new("strace").args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=ioctl"]);
+    let strace = strace.args(["-e", "inject=ioctl:delay_exit=400000", "-p", &process]).start();
+    let status = Path::new("/proc").join(process).join("status");
+    let is_traced = || std::fs::read_to_string(&status).is_ok_and(|text| !text.contains("TracerPid:\t0\n"));
+    until("it is traced", is_traced);
+    fetch(&offerings[0], &["sync"]).ok();
+    drop(strace);
+    until("it is not traced", || !is_traced());
+    scene.change(3);
+    for offering in &offerings {
+        fetch(offering, &["sync"]).code(6).says(&["no more than a tenth of the time"]);
+    }
+    fetch(&offerings[0], &["verify"]).code(6).says(&["no more than a tenth of the time"]);
+    // The host's own syncs are not held up.
+    assert_eq!(scene.sync_tracked(), 1);
 }
 
 /// Its hook is held around the moment that is copied.
