@@ -9,6 +9,7 @@
 //! known by its open file, never by its path; one that is opened again is compared with what was left; and what is removed is a name in
 //! an open folder.
 
+use std::ffi::OsStr;
 use std::fmt::Debug;
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -49,17 +50,23 @@ pub trait Around: Debug + Send + Sync {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Kept {
     epoch: Epoch,
-    folder: PathBuf,
-    name: String,
     /// As it was left. The number of its file system's device may be another one at each mount.
     file: Identity,
 }
 
 impl Kept {
+    fn dir(&self) -> io::Result<Dir> {
+        Dir::existing(self.file.path.parent().unwrap_or(&self.file.path))
+    }
+
+    fn name(&self) -> &str {
+        self.file.path.file_name().and_then(OsStr::to_str).unwrap_or_default()
+    }
+
     /// Opens it, if it is what was left.
     fn open(&self) -> io::Result<File> {
-        let dir = Dir::existing(&self.folder)?;
-        let file = device::open_within(dir.held(), self.name.as_ref(), OFlags::RDONLY, Mode::empty())?;
+        let file =
+            device::open_within(self.dir()?.held(), self.name().as_ref(), OFlags::RDONLY, Mode::empty())?;
         let now = device::identity_of(&file, &self.file.path)?;
         match (Identity { dev: self.file.dev, ..now }) == self.file {
             true => Ok(file),
@@ -69,12 +76,10 @@ impl Kept {
 
     /// Removes it. It is not an error if it is gone.
     fn remove(&self) -> io::Result<()> {
-        match Dir::existing(&self.folder).and_then(|dir| dir.remove(&self.name)) {
+        let removed = |dir: Dir| dir.remove(self.name()).map(|()| remove_if_empty(dir.path()));
+        match self.dir().and_then(removed) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-            _ => {
-                remove_if_empty(&self.folder);
-                Ok(())
-            }
+            _ => Ok(()),
         }
     }
 
@@ -159,7 +164,7 @@ pub(crate) fn end(folder: &dyn Folder, about: &About) -> Result<bool, SourceErro
     let mut found = false;
     for kept in &list {
         found |= kept.open().is_ok();
-        kept.remove().map_err(SourceError::state("remove the clone in", &kept.folder))?;
+        kept.remove().map_err(SourceError::state("remove the clone", &kept.file.path))?;
     }
     found |= remove_strays(about, &[]);
     let gone = folder.remove(NAME).and_then(|()| folder.sync());
@@ -272,8 +277,7 @@ impl NewClone {
         let file = device::identity_of(&self.file, &self.path()).map_err(failed)?;
         let list = kept(&*self.state)?.unwrap_or_default();
         let (goes, mut stays): (Vec<_>, Vec<_>) = list.into_iter().partition(|kept| kept.epoch == epoch);
-        let (folder, name) = (self.dir.path().to_path_buf(), self.name.clone());
-        stays.push(Kept { epoch, folder, name, file });
+        stays.push(Kept { epoch, file });
         write_json(&*self.state, NAME, &stays)?;
         self.is_kept = true;
         goes.iter().for_each(Kept::forget);
@@ -283,7 +287,7 @@ impl NewClone {
     /// Forgets those of other epochs. What fails is repeated by the next clone's maker.
     pub(crate) fn drop_others(&self) {
         let Ok(Some(list)) = kept(&*self.state) else { return };
-        let (stays, goes): (Vec<_>, Vec<_>) = list.into_iter().partition(|kept| kept.name == self.name);
+        let (stays, goes): (Vec<_>, Vec<_>) = list.into_iter().partition(|kept| kept.name() == self.name);
         if write_json(&*self.state, NAME, &stays).is_ok() {
             goes.iter().for_each(Kept::forget);
         }
@@ -434,7 +438,7 @@ fn remove_strays(about: &About, kept: &[Kept]) -> bool {
     let (place, prefix) = (beside(&about.path, "dsync-clones"), prefix(about));
     let Ok(dir) = Dir::existing(&place) else { return false };
     let names = dir.list().unwrap_or_default();
-    let is_stray = |name: &&String| name.starts_with(&prefix) && kept.iter().all(|kept| kept.name != **name);
+    let is_stray = |name: &&String| name.starts_with(&prefix) && kept.iter().all(|kept| kept.name() != *name);
     let removed = names.iter().filter(is_stray).filter(|name| dir.remove(name).is_ok()).count();
     remove_if_empty(&place);
     removed > 0

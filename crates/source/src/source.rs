@@ -164,6 +164,40 @@ pub(crate) struct Parts {
     pub identity: Identity,
 }
 
+impl Parts {
+    /// Makes a clone of an image that is tracked so. It becomes the source's disk, unless the image has to be at rest or is to be written to. Returns why
+    /// none can be made.
+    ///
+    /// # Errors
+    /// That, if it is to be tracked so from now on; otherwise as [`NewClone::make`], and while it rests.
+    fn make_clone(&mut self, options: &SourceOptions) -> Result<Option<String>, SourceError> {
+        if options.for_peer {
+            Rests::of_image(&*self.folder)?.refuse(&self.about.path)?;
+        }
+        let (state, last) = (self.folder.clone(), self.history.last());
+        // Also for a server and a dry run, which throw it away: their record says that it has all that was written until then, and only a clone waits
+        // for direct writes that are under way, which no map shows before they end.
+        let clone = match NewClone::make(state, &self.about, last, options.around.as_deref())? {
+            Ok(clone) => clone,
+            Err(why) if options.clones => {
+                return Err(SourceError::Refused(format!(
+                    "{} cannot be tracked by clones ({why}): that takes a file on XFS (made with reflink=1, as is usual) or Btrfs, some room there, and the \
+                     right to write to its folder. Serve it with \"dsync serve\", and have its user write through that; or let each sync compare it",
+                    self.about.path.display()
+                )));
+            }
+            Err(why) => return Ok(Some(why)),
+        };
+        // From before the clone: what is written to an image after that counts as others' writes.
+        self.identity = clone.image.clone();
+        if options.read_only && !options.at_rest {
+            (self.disk, self.backing) = (clone.disk()?, Box::new(clone.backing()));
+        }
+        self.clone = Some(clone);
+        Ok(None)
+    }
+}
+
 /// What a checkpoint changes, under one lock.
 struct Epochs {
     history: History,
@@ -319,10 +353,7 @@ impl Source {
         write_about(&*folder, &about)?;
         drop(minting);
         let backing = Box::new(PathBacking::new(identity, folder.path()));
-        let mut source = match is_tracked {
-            true => Self::over_clone(about, disk, folder, backing, options)?,
-            false => Self::over(about, disk, folder, backing, options)?,
-        };
+        let mut source = Self::over(about, disk, folder, backing, options)?;
         // Where no clone could be made, the image is read as one that rests.
         let rests = options.read_only && !source.backing.is_clone();
         let image = if image.is_none() && rests { Some(lock_image()?) } else { image };
@@ -431,58 +462,23 @@ impl Source {
         backing: Box<dyn Backing>,
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
-        let history = History::hold(&*folder)?;
-        let identity = backing.identity()?;
-        let last = history.last().map_or(0, |e| e.number);
-        let found = Self::verdict(&*folder, &*backing, &identity, last, options.trust_device)?;
-        Self::begin(Parts { clone: None, about, disk, folder, backing, history, identity }, found, options)
-    }
-
-    /// The same of an image that is tracked by clones. The disk is a new clone of it; or the image itself, if that has to be at rest or is to be written to,
-    /// or no clone can be made.
-    fn over_clone(
-        about: About,
-        disk: Arc<dyn Disk>,
-        folder: Arc<dyn Folder>,
-        backing: Box<dyn Backing>,
-        options: &SourceOptions,
-    ) -> Result<Source, SourceError> {
-        let history = History::hold(&*folder)?;
-        let last = history.last();
-        if options.for_peer {
-            Rests::of_image(&*folder)?.refuse(&about.path)?;
-        }
-        let clone = match NewClone::make(folder.clone(), &about, last, options.around.as_deref())? {
-            Ok(clone) => Ok(clone),
-            Err(why) if options.clones => {
-                return Err(SourceError::Refused(format!(
-                    "{} cannot be tracked by clones ({why}): that takes a file on XFS (made with reflink=1, as is usual) or Btrfs, some room there, and the \
-                     right to write to its folder. Serve it with \"dsync serve\", and have its user write through that; or let each sync compare it",
-                    about.path.display()
-                )));
-            }
-            Err(why) => Err(why),
-        };
-        let (disk, backing) = match &clone {
-            Ok(clone) if options.read_only && !options.at_rest => {
-                (clone.disk()?, Box::new(clone.backing()) as Box<dyn Backing>)
-            }
-            _ => (disk, backing),
-        };
-        // From before the clone: what is written to an image after that counts as others' writes.
-        let identity = clone.as_ref().map_or_else(|_| backing.identity(), |clone| Ok(clone.image.clone()))?;
-        let number = last.map_or(0, |e| e.number);
-        let (recorded, was, foreign) = Self::verdict(&*folder, &*backing, &identity, number, false)?;
-        let verdict = match (&clone, recorded) {
-            (Ok(clone), recorded) => clone.verdict(recorded),
-            (Err(why), Verdict::Lost(Gap::Told(_))) => {
+        let (history, identity) = (History::hold(&*folder)?, backing.identity()?);
+        let mut parts = Parts { clone: None, about, disk, folder, backing, history, identity };
+        let is_tracked = options.clones || clones::are_kept(&*parts.folder)?;
+        let unmade = if is_tracked { parts.make_clone(options)? } else { None };
+        let Parts { folder, backing, identity, .. } = &parts;
+        let last = parts.history.last().map_or(0, |e| e.number);
+        let (recorded, was, foreign) =
+            Self::verdict(&**folder, &**backing, identity, last, options.trust_device)?;
+        let verdict = match (&parts.clone, unmade, recorded) {
+            (Some(clone), _, recorded) => clone.verdict(recorded),
+            (None, Some(why), Verdict::Lost(Gap::Told(_))) => {
                 Verdict::Lost(format!("no clone of it could be made: {why}").into())
             }
-            (Err(_), recorded) => recorded,
+            (None, _, recorded) => recorded,
         };
-        let parts = Parts { clone: clone.ok(), about, disk, folder, backing, history, identity };
         let source = Self::begin(parts, (verdict, was, foreign), options)?;
-        if !options.read_only {
+        if is_tracked && !options.read_only {
             // What was written before is in the record, as is what will be.
             source.clone.lock().unwrap_or_else(|e| e.into_inner()).take();
             clones::drop_kept(&*source.folder, &source.about)?;
