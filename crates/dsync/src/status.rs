@@ -224,7 +224,7 @@ impl SourceStatus {
             }
             _ => None,
         };
-        let unknown = source::written_since(place, &about, &history, &written)?;
+        let source::Written { unknown, clone } = source::written_since(place, &about, &history, &written)?;
         let lacks = |replica: String, bookmark: Bookmark| {
             let lacking = blocks();
             let position = Position { epoch: bookmark.epoch, upto: u64::MAX };
@@ -250,7 +250,6 @@ impl SourceStatus {
         let mut first_copies = Tally::all(place);
         first_copies.retain(|tally| tally.is_first_copy() && bookmarks.named(&tally.replica).is_none());
         let is_untracked = served.is_none() && !about.identity.is_block() && !source::was_served(place);
-        let clone = source::kept_clone(place, &about, &history);
         let status = SourceStatus {
             kind: "source",
             path: about.path,

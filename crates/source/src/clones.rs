@@ -119,7 +119,8 @@ pub(crate) fn lost(
     Ok(opened(list.iter().find(|kept| Some(kept.epoch) == history.last())).err())
 }
 
-/// What was most likely written since the last epoch to an image that may be in use; `None` if there is no clone of that.
+/// What was most likely written since the last epoch to an image that may be in use, or `None` if there is no clone of that; `None` if it is not
+/// tracked by clones.
 ///
 /// # Errors
 /// If the state cannot be read.
@@ -127,11 +128,11 @@ pub(crate) fn written(
     folder: &dyn Folder,
     history: &History,
     image: &Path,
-) -> Result<Option<Overwritten>, SourceError> {
-    let list = kept(folder)?.unwrap_or_default();
+) -> Result<Option<Option<Overwritten>>, SourceError> {
+    let Some(list) = kept(folder)? else { return Ok(None) };
     let old = opened(list.iter().find(|kept| Some(kept.epoch) == history.last())).ok();
-    let Some((old, image)) = old.zip(open_image(image).ok()) else { return Ok(None) };
-    Ok(device::likely_differing(&old, &image).ok())
+    let both = old.zip(open_image(image).ok());
+    Ok(Some(both.and_then(|(old, image)| device::likely_differing(&old, &image).ok())))
 }
 
 /// Opens an image, where its owner may have put anything: nothing is waited for.

@@ -85,7 +85,7 @@ pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
 pub use lives::lives;
 pub use overwritten::overwritten;
-pub use peek::{KeptClone, doubt, kept_clone, lost, was_served, written_since};
+pub use peek::{KeptClone, Written, doubt, lost, was_served, written_since};
 pub use source::{BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 pub use state::{About, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]

@@ -62,12 +62,13 @@ pub struct KeptClone {
     pub free_bytes: u64,
 }
 
-/// What the clone takes of a source that is tracked by clones, as far as that can be looked at; `None` if it is not tracked so.
-pub fn kept_clone(place: &Path, about: &About, history: &History) -> Option<KeptClone> {
-    let folder = Dir::existing(place).ok().filter(|folder| clones::are_kept(folder).unwrap_or(false))?;
-    let kept = clones::written(&folder, history, &about.path).ok().flatten();
-    let free_bytes = device::free_space(&about.path).unwrap_or(0);
-    Some(KeptClone { kept_bytes: kept.map_or(0, |written| written.kept), free_bytes })
+/// What is known of the writes to a source since its last epoch.
+#[derive(Debug)]
+pub struct Written {
+    /// Why they are not known; `None` if they are.
+    pub unknown: Option<Gap>,
+    /// What its clone takes, if it is tracked by clones.
+    pub clone: Option<KeptClone>,
 }
 
 /// True if the source is an image that is tracked by clones.
@@ -84,10 +85,8 @@ fn record_lost(tracker: &dyn Tracker, about: &About, history: &History) -> Resul
     Ok((!follows || tracker.block_size() != about.block_size).then(|| OTHER_HISTORY.into()))
 }
 
-/// Adds to `into`, in blocks of the source's block size, what was written since the last epoch of its history. Ends nothing and
-/// takes no lock.
-///
-/// Returns a reason if that is not known: then `into` may be incomplete.
+/// Adds to `into`, in blocks of the source's block size, what was written since the last epoch of its history: not all of it, if that is not known.
+/// Ends nothing and takes no lock.
 ///
 /// # Errors
 /// If the source's server or its tracker fails.
@@ -96,35 +95,54 @@ pub fn written_since(
     about: &About,
     history: &History,
     into: &Bitmap,
-) -> Result<Option<Gap>, SourceError> {
-    if let Some(client) = Client::connect(place)? {
-        let lost = client.status()?.lost;
-        if lost.is_none() {
-            client.dirty(into)?;
-        }
-        return Ok(lost);
-    }
-    let Some(tracker) = trackers::find(&about.path)? else {
-        let folder = opened(place)?;
-        if let Some(written) = clones::written(&folder, history, &about.path)? {
+) -> Result<Written, SourceError> {
+    let folder = opened(place)?;
+    let cloned = clones::written(&folder, history, &about.path)?;
+    let clone = cloned.as_ref().map(|found| KeptClone {
+        kept_bytes: found.as_ref().map_or(0, |written| written.kept),
+        free_bytes: device::free_space(&about.path).unwrap_or(0),
+    });
+    let unknown = match (recorded_since(place, about, history, into)?, cloned.flatten()) {
+        (Some(unknown), _) => unknown,
+        (None, Some(written)) => {
             let unit = u64::from(about.block_size);
             for range in written.ranges {
                 let end = range.end.div_ceil(unit).min(into.blocks());
                 into.set((range.start / unit).min(end)..end);
             }
             let more = "what was written last may not be on its file system yet";
-            return Ok(Source::doubt(place, about)?.map(|_| more.into()));
+            Source::doubt(place, about)?.map(|_| more.into())
         }
-        let last = history.last().map_or(0, |last| last.number);
-        TrackedDisk::add_recorded(&folder, last, about.block_size.into(), into)
-            .map_err(SourceError::state("read the records in", place))?;
-        return Ok(Some("writes to the source are not recorded at present".into()));
+        (None, None) => {
+            let last = history.last().map_or(0, |last| last.number);
+            TrackedDisk::add_recorded(&folder, last, about.block_size.into(), into)
+                .map_err(SourceError::state("read the records in", place))?;
+            Some("writes to the source are not recorded at present".into())
+        }
     };
-    if let Some(why) = record_lost(&*tracker, about, history)? {
-        return Ok(Some(why));
+    Ok(Written { unknown, clone })
+}
+
+/// Adds what a server or a tracker has recorded, and returns why that is not known; `None` if there is neither.
+fn recorded_since(
+    place: &Path,
+    about: &About,
+    history: &History,
+    into: &Bitmap,
+) -> Result<Option<Option<Gap>>, SourceError> {
+    if let Some(client) = Client::connect(place)? {
+        let lost = client.status()?.lost;
+        if lost.is_none() {
+            client.dirty(into)?;
+        }
+        return Ok(Some(lost));
     }
-    for run in tracker.dirty()?.runs() {
-        into.set(run.start.min(into.blocks())..run.end.min(into.blocks()));
+    let Some(tracker) = trackers::find(&about.path)? else { return Ok(None) };
+    let lost = record_lost(&*tracker, about, history)?;
+    if lost.is_none() {
+        for run in tracker.dirty()?.runs() {
+            into.set(run.start.min(into.blocks())..run.end.min(into.blocks()));
+        }
     }
-    Ok(None)
+    Ok(Some(lost))
 }

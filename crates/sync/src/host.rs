@@ -83,7 +83,7 @@ impl Site for StateDir {
         history: &History,
         into: &Bitmap,
     ) -> Result<Option<Gap>, SourceError> {
-        source::written_since(place, about, history, into)
+        Ok(source::written_since(place, about, history, into)?.unknown)
     }
 
     fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError> {

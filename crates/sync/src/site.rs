@@ -81,7 +81,7 @@ pub trait Site: Sync {
     /// # Errors
     /// As there.
     fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError>;
-    /// As [`source::written_since`].
+    /// As [`source::written_since`]: why that is not known.
     ///
     /// # Errors
     /// As there.

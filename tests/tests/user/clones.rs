@@ -776,11 +776,26 @@ fn a_group_of_tracked_images_is_at_rest() {
     sync().code(6);
     drop(lock);
     let mut writer = Writer::start(&scene.image, Random::new("a group's writer"));
-    sync().code(1).says(&["another program wrote to source"]);
+    refused_in_use(&sync().code(1));
     writer.end();
     sync().ok();
     assert_equal(&scene.image, &replicas.join("vm.qcow2"));
     assert_equal(&log, &replicas.join("log.raw"));
+}
+
+/// A map is as long as its image is in pieces.
+#[test]
+fn status_reads_each_map_once() {
+    let what = "the maps that status reads";
+    if !need(&["strace"], what) {
+        return;
+    }
+    let Some(scene) = Cloned::tracked(KINDS[0], 16 * MIB, what) else { return };
+    let (strace, calls) = (dsync_tests::find("strace").expect("strace"), scene.site.path("calls"));
+    let strace = scene.site.run(&strace).args(["-f", "-qq", "-e", "trace=ioctl", "-o"]).arg(&calls);
+    strace.arg(dsync_tests::site::binary()).arg("status").arg(&scene.image).ok();
+    let calls = std::fs::read_to_string(calls).expect("its calls");
+    assert_eq!(calls.matches("FIEMAP").count(), 2, "of the clone and of the image: {calls}");
 }
 
 #[test]
