@@ -890,9 +890,11 @@ impl Source {
         let (path, backing) = (self.about.path.clone(), self.backing.clone());
         let before = settled(&*backing)?;
         let watch = backing.watch()?;
+        let moved =
+            if clones::are_kept(&*self.folder)? { SourceError::NotAtRest } else { SourceError::Moved };
         let alive = move || match backing.identity() {
             Ok(now) if now == before && watch.as_ref().is_none_or(WriteWatch::is_still) => Ok(()),
-            Ok(_) => Err(io::Error::other(SourceError::Moved(path.clone()).to_string())),
+            Ok(_) => Err(io::Error::other(moved(path.clone()).to_string())),
             Err(e) => Err(io::Error::other(e.to_string())),
         };
         Ok(View::new(checkpoint.epoch, self.backing.reader()?, self.disk.len(), None, Arc::new(alive)))

@@ -610,6 +610,12 @@ fn a_server_takes_over_and_gives_back() {
     assert_eq!(scene.sync_tracked(), 1);
 }
 
+/// A program writes to a tracked image that has to be at rest: to track it helps no more.
+fn refused_in_use(output: &Output) {
+    output.says(&["another program wrote to source", "not a clone of it", "stop that program"]);
+    assert!(!output.stderr.contains("dsync track add"), "{output}");
+}
+
 /// What is written after a clone is in no sync: a disk that is demoted, or cut together with others, has to be at rest.
 #[test]
 fn who_hands_over_is_at_rest() {
@@ -622,6 +628,11 @@ fn who_hands_over_is_at_rest() {
     // Another sync goes on.
     scene.sync(&[]).ok();
     drop(lock);
+    // Nor does one that takes no lock.
+    let mut writer = Writer::start(&scene.image, Random::new("a writer"));
+    refused_in_use(&demote().code(1));
+    writer.end();
+    scene.sync(&[]).ok();
     scene.change(4);
     let demote = || scene.site.dsync(["demote"]).arg(&scene.image).arg(&scene.replica);
     demote().ok();
