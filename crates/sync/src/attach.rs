@@ -53,7 +53,7 @@ fn settle(state: &dyn Site, what: &str) -> Result<(), SyncError> {
 
 /// Attaches to the members of a group, which have to be of one promotion.
 pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Result<GroupHandle, SyncError> {
-    // Clones of several images are of several moments.
+    // Clones of several images are of several moments: a file system that is frozen makes none, as FICLONE waits for the thaw.
     let options = SourceOptions { at_rest: true, ..options.clone() };
     attach_members(state, name, |path| attach(state, path, &options))
 }
