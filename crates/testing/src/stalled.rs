@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::mpsc;
 use std::thread::JoinHandle;
@@ -69,6 +70,15 @@ pub struct StalledWrite {
 impl StalledWrite {
     /// One to a new file. `None` where that cannot be had; a line says so.
     pub fn new(path: &Path, what: &str) -> Option<StalledWrite> {
+        StalledWrite::begin(path, 0, what)
+    }
+
+    /// One to the beginning of a file, past the page cache: who reads it does not wait.
+    pub fn direct(path: &Path, what: &str) -> Option<StalledWrite> {
+        StalledWrite::begin(path, libc::O_DIRECT, what)
+    }
+
+    fn begin(path: &Path, flags: i32, what: &str) -> Option<StalledWrite> {
         let memory = Page::new();
         if memory.is_none() {
             skipped(what, "this needs userfaultfd");
@@ -76,7 +86,9 @@ impl StalledWrite {
         let (memory, path) = (memory?, path.to_path_buf());
         let (address, (begins, begun)) = (memory.address, mpsc::channel());
         let writer = std::thread::spawn(move || {
-            let file = File::create(path).expect("a file");
+            let mut options = File::options();
+            let file = options.write(true).create(true).truncate(false).custom_flags(flags).open(path);
+            let file = file.expect("a file");
             begins.send(rustix::thread::gettid()).expect("its thread");
             // SAFETY: the page stays mapped until this thread is joined.
             let written = unsafe { libc::write(file.as_raw_fd(), address as *const _, BYTES as usize) };
@@ -101,9 +113,18 @@ impl StalledWrite {
 
 /// True while a thread of the process in this folder of procfs is inside the request to freeze.
 pub fn is_freezing(process: &Path) -> bool {
+    is_asking(process, "c0045877")
+}
+
+/// True if one is inside the request to clone a file.
+pub fn is_cloning(process: &Path) -> bool {
+    is_asking(process, "40049409")
+}
+
+fn is_asking(process: &Path, request: &str) -> bool {
     let threads = std::fs::read_dir(process.join("task")).expect("a process").flatten();
     threads.filter_map(|t| std::fs::read_to_string(t.path().join("syscall")).ok()).any(|call| {
         // Its number, the descriptor, the request.
-        call.split(' ').nth(2).is_some_and(|request| request.ends_with("c0045877"))
+        call.split(' ').nth(2).is_some_and(|asked| asked.ends_with(request))
     })
 }

@@ -11,8 +11,10 @@ use std::time::Duration;
 use dsync_tests::image::{self, assert_equal, differing_blocks};
 use dsync_tests::listener::{HOST, Offering, key, trust};
 use dsync_tests::mount::Mount;
-use dsync_tests::{Output, Random, Run, Site, need, need_root, rounds, skipped, until};
+use dsync_tests::{Background, Output, Random, Run, Site, need, need_root, rounds, skipped, until};
 use rustix::fs::FallocateFlags;
+use rustix::process::Signal;
+use testing::stalled::{StalledWrite, is_cloning};
 
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
 const MIB: u64 = 1 << 20;
@@ -614,6 +616,26 @@ fn a_server_takes_over_and_gives_back() {
 fn refused_in_use(output: &Output) {
     output.says(&["another program wrote to source", "not a clone of it", "stop that program"]);
     assert!(!output.stderr.contains("dsync track add"), "{output}");
+}
+
+/// A server tells by a clone, too, what was written before it: that waits for a write that has begun, and the image's map does not.
+#[test]
+fn a_write_that_is_under_way_when_a_server_starts_is_not_missed() {
+    let what = "a write under way at the start of a server";
+    let Some(scene) = Cloned::tracked(KINDS[0], 16 * MIB, what) else { return };
+    let serve = scene.site.dsync(["serve", "--socket"]).arg(scene.site.socket("nbd")).arg(&scene.image);
+    // Dropped after the write, for which it waits.
+    let mut server: Option<Background> = None;
+    let Some(stalled) = StalledWrite::direct(&scene.image, what) else { return };
+    let server = server.insert(serve.start());
+    let serves = |server: &Background| server.stdout_so_far().contains("serving vm");
+    let process = Path::new("/proc").join(server.pid().as_raw_nonzero().to_string());
+    until("it clones or serves", || is_cloning(&process) || serves(server));
+    stalled.end();
+    until("it serves", || serves(server));
+    server.signal(Signal::TERM);
+    until("the server ends", || server.ended().is_some());
+    assert_eq!(scene.sync_tracked(), 1);
 }
 
 /// What is written after a clone is in no sync: a disk that is demoted, or cut together with others, has to be at rest.
