@@ -143,6 +143,51 @@ fn a_guest_outlives_the_server_of_its_disk() {
     server.stop();
 }
 
+/// Syncs to a replica on FAT, which is mounted anew before each sync. A second one is looked up first, so that the inode is another one.
+const FAT: &str = r#"set -e
+export DSYNC_STATE_DIR=/tmp/state
+mkfs.vfat /dev/vda >/dev/null
+mkdir /tmp/disk
+dd if=/dev/urandom of=/tmp/vm.raw bs=64k count=16 2>/dev/null
+inode=0
+for round in 1 2 3; do
+    mount -t vfat /dev/vda /tmp/disk
+    : >/tmp/disk/other$round
+    ls -l /tmp/disk >/dev/null
+    "$DSYNC" sync /tmp/vm.raw /tmp/disk/vm.raw
+    cmp /tmp/vm.raw /tmp/disk/vm.raw
+    before=$inode
+    inode=$(stat -c %i /tmp/disk/vm.raw)
+    [ "$inode" != "$before" ]
+    umount /tmp/disk
+    dd if=/dev/urandom of=/tmp/vm.raw bs=4k count=1 seek=$round conv=notrunc 2>/dev/null
+done
+mount -t vfat /dev/vda /tmp/disk
+echo another >>/tmp/disk/vm.raw
+umount /tmp/disk
+mount -t vfat /dev/vda /tmp/disk
+"$DSYNC" sync /tmp/vm.raw /tmp/disk/vm.raw && exit 1
+[ $? = 4 ]
+umount /tmp/disk
+"#;
+
+#[test]
+fn a_replica_on_fat_is_the_same_after_each_mount() {
+    let what = "a replica on FAT";
+    if !guest::possible(what) || !need(&["mkfs.vfat"], what) {
+        return;
+    }
+    let site = Site::new();
+    let program = dsync_tests::site::binary();
+    let guest = Guest::boot(&guest::Options {
+        script: format!("DSYNC={}\n{FAT}", program.display()),
+        disks: vec![site.image("fat.raw", 16 * MIB).display().to_string()],
+        modules: ["nls_cp437", "nls_ascii", "vfat"].map(str::to_owned).into(),
+        ..Default::default()
+    });
+    guest.finish(Duration::from_secs(120));
+}
+
 /// Mounts a disk that was never its own, writes to it and reads that again.
 const REHEARSAL: &str = r#"set -e
 mkdir /tmp/disk
