@@ -10,11 +10,12 @@ DSYNC_TEST_TIMES=$target/test-times
 export DSYNC_TEST_TIMES
 rm -f "$DSYNC_TEST_TIMES"
 
-# The command first: a test of what a user does would build it, and its time would be the test's.
-"$cargo" build --workspace && "$cargo" test --workspace --no-run || exit
+# The command too: a test of what a user does would build it, and its time would be the test's. All at once, so that no core waits for the
+# command while there are tests to be built.
+"$cargo" build --workspace --all-targets || exit
 built=$(date +%s)
-# Most tests wait, for a disk, a link or a guest.
-export DSYNC_BIN="$target/debug/dsync" RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 1))}"
+# Most tests wait, for a disk, a link or a guest: with one test for each core, the cores would be idle most of the time.
+export DSYNC_BIN="$target/debug/dsync" RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc) + 1))}"
 { "$cargo" test --workspace --no-fail-fast 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
 code=$(cat "$target/test-code")
 # Again at the end, where it is found, and where a log that was cut still has it.

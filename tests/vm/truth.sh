@@ -28,19 +28,19 @@ fio --name=f --filename=$t --rw=randwrite --bs=4k-64k --size=100% --io_size=$IO 
 truth t /dev/vdb "fio, through the page cache"
 quiet "plain writes"
 
-blkdiscard -o 40M -l 9M $t
+blkdiscard -o 20M -l 9M $t
 truth t /dev/vdb "a discard" loose
 is "every block of the discard" "$(number reported)" 2304
-blkdiscard -z -o 60M -l 5M $t
+blkdiscard -z -o 30M -l 5M $t
 truth t /dev/vdb "write-zeroes"
 is "every block of the write-zeroes" "$(number reported)" 1280
-blkdiscard -o 100M -l 10M $t
-blkdiscard -z -o 105M -l 10M $t
+blkdiscard -o 40M -l 10M $t
+blkdiscard -z -o 45M -l 10M $t
 truth t /dev/vdb "discard and write-zeroes, one over the other" loose
-blkdiscard -s -o 120M -l 1M $t 2>/dev/null || say "no secure erase here"
+blkdiscard -s -o 57M -l 1M $t 2>/dev/null || say "no secure erase here"
 truth t /dev/vdb "secure erase" loose
 # What reads as zeroes now would be no difference where zeroes are written next.
-for part in 40+9 60+5 100+15 120+1; do
+for part in 20+9 30+5 40+15 57+1; do
     dd if=/dev/urandom of=$t bs=1M seek=${part%+*} count=${part#*+} conv=notrunc oflag=direct 2>/dev/null
 done
 truth t /dev/vdb "all written again"

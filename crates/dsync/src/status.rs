@@ -209,7 +209,7 @@ impl SourceStatus {
         let found = device::identity(&about.path).ok().filter(|found| !found.is_block() || found.size > 0);
         let size = found.map(|found| found.size);
         let served = match Client::connect(place)? {
-            Some(client) => Some(client.status()?),
+            Some(client) => Some(client.status(&history)?),
             None => None,
         };
         let block_size = about.block_size;

@@ -32,7 +32,7 @@ pub(crate) struct Endpoint {
 }
 
 impl Endpoint {
-    fn shared(&self) -> &Shared {
+    pub(crate) fn shared(&self) -> &Shared {
         self.transport.shared()
     }
 

@@ -158,6 +158,12 @@ impl Window {
         !waited.timed_out()
     }
 
+    /// What is left of it; `None` until the peer's hello has come.
+    #[cfg(test)]
+    pub(crate) fn credit(&self) -> Option<i64> {
+        lock(&self.state).credit
+    }
+
     /// Waits for the peer's hello, and fails if the link has ended since.
     pub(crate) fn wait_usable(&self) -> Result<()> {
         self.opened(|_| true).map(drop)

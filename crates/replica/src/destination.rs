@@ -112,6 +112,8 @@ pub(crate) struct FileDestination {
     pub boot: Boot,
     /// Whether the file system of the folder stamps changes apart, once that was asked, and its number.
     apart: OnceLock<Option<u64>>,
+    /// The number of the folder's file system, once it was asked, if that gives its files other inodes at each mount.
+    renumbers: OnceLock<Option<u64>>,
 }
 
 impl FileDestination {
@@ -125,7 +127,15 @@ impl FileDestination {
         let mut partial = name.clone();
         partial.push(".partial");
         let boot = Boot::of(&[path.parent().unwrap_or(Path::new("/"))]);
-        Ok(FileDestination { path, folder, name, partial, boot, apart: OnceLock::new() })
+        Ok(FileDestination {
+            path,
+            folder,
+            name,
+            partial,
+            boot,
+            apart: OnceLock::new(),
+            renumbers: OnceLock::new(),
+        })
     }
 
     fn file_name(&self, name: Name) -> &OsString {
@@ -146,6 +156,31 @@ impl FileDestination {
         *self.apart.get_or_init(|| ask().unwrap_or(None)) == Some(looked_at.dev())
     }
 
+    /// The kind of the folder's file system, by its magic number.
+    fn file_system(&self) -> io::Result<u32> {
+        Ok(rustix::fs::fstatfs(self.folder.held())?.f_type as u32)
+    }
+
+    fn stamp_of(&self, file: &std::fs::Metadata) -> Stamp {
+        // FAT, exFAT, FUSE, and the three of SMB. On NFS they are the server's.
+        const RENUMBER: [u32; 6] = [0x4d44, 0x2011_bab0, 0x6573_5546, 0x517b, 0xff53_4d42, 0xfe53_4d42];
+        let ask = || -> io::Result<Option<u64>> {
+            let renumbers = RENUMBER.contains(&self.file_system()?);
+            Ok(if renumbers { Some(self.folder.held().metadata()?.dev()) } else { None })
+        };
+        let changed = file.ctime().saturating_mul(1_000_000_000).saturating_add(file.ctime_nsec());
+        let written = file.mtime().saturating_mul(1_000_000_000).saturating_add(file.mtime_nsec());
+        Stamp {
+            inode: file.ino(),
+            // A file may be mounted over the one of this name.
+            renumbered: *self.renumbers.get_or_init(|| ask().unwrap_or(None)) == Some(file.dev()),
+            size: file.len(),
+            changed,
+            written: Some(written),
+            ..Stamp::default()
+        }
+    }
+
     /// Opens one of the files; `create` makes it, which must not exist.
     fn file(&self, name: Name, flags: OFlags) -> io::Result<File> {
         // A disk holds what its files' modes would hide: for the owner alone.
@@ -153,12 +188,6 @@ impl FileDestination {
         // The path has no links; one that is here was put in the file's place.
         Ok(device::open_within(self.folder.held(), self.file_name(name), flags, mode)?)
     }
-}
-
-fn stamp_of(file: &std::fs::Metadata) -> Stamp {
-    let changed = file.ctime().saturating_mul(1_000_000_000).saturating_add(file.ctime_nsec());
-    let written = file.mtime().saturating_mul(1_000_000_000).saturating_add(file.mtime_nsec());
-    Stamp { inode: file.ino(), size: file.len(), changed, written: Some(written), ..Stamp::default() }
 }
 
 impl Destination for FileDestination {
@@ -177,7 +206,7 @@ impl Destination for FileDestination {
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
         // Looked at without being opened: it may be anything by now.
         match self.file(name, OFlags::PATH).and_then(|file| file.metadata()) {
-            Ok(found) => Ok(Some(stamp_of(&found))),
+            Ok(found) => Ok(Some(self.stamp_of(&found))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         }
@@ -185,11 +214,8 @@ impl Destination for FileDestination {
 
     fn times_writes(&self) -> bool {
         // Memory's file systems write nothing back, so that only the first store to a mapped page is noticed.
-        const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
-        let kind = || -> rustix::io::Result<i64> {
-            Ok(rustix::fs::fstatfs(self.folder.held())?.f_type as i64 & 0xffff_ffff)
-        };
-        kind().is_ok_and(|kind| !IN_MEMORY.contains(&kind))
+        const IN_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
+        self.file_system().is_ok_and(|kind| !IN_MEMORY.contains(&kind))
     }
 
     fn settle(&self) -> io::Result<Stamp> {
@@ -197,7 +223,7 @@ impl Destination for FileDestination {
         // Not only the data: after a power cut the inode must not wake up with an older time than the stamp's.
         file.sync_all()?;
         let found = file.metadata()?;
-        let stamp = stamp_of(&found);
+        let stamp = self.stamp_of(&found);
         if self.stamps_apart(&found) {
             return Ok(stamp);
         }
@@ -308,12 +334,10 @@ impl DeviceDestination {
     fn look(&self) -> io::Result<Stamp> {
         self.disk.write_back()?;
         Ok(Stamp {
-            inode: 0,
             size: self.disk.len(),
-            changed: 0,
-            written: None,
             print: fingerprint(&*self.disk)?,
             medium: self.kernel.as_ref().map(|(_, gauge)| Medium::of(gauge, &*self.disk)).transpose()?,
+            ..Stamp::default()
         })
     }
 

@@ -119,6 +119,9 @@ pub enum State {
 pub struct Stamp {
     /// Inode of a file; 0 for a device.
     pub inode: u64,
+    /// True of a file whose file system gives it another inode at each mount, as FAT and many that are in user space.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub renumbered: bool,
     /// Bytes.
     pub size: u64,
     /// When a file's inode changed last, in nanoseconds since 1970; 0 for a device.

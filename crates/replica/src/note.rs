@@ -91,11 +91,17 @@ impl Stamp {
         same && fine && self.inode != 0 && self.changed < now.changed
     }
 
+    /// True if both are of one file. Where inodes last no longer than a mount, another one is of the same file if nothing else differs.
+    pub(crate) fn is_of_file(&self, now: &Stamp) -> bool {
+        let rest = |stamp: &Stamp| (stamp.renumbered, stamp.size, stamp.changed, stamp.written);
+        self.inode == now.inode || now.renumbered && rest(self) == rest(now)
+    }
+
     /// In what way a destination is not as it was left; `None` if nothing tells.
     pub(crate) fn differs(&self, now: &Stamp) -> Option<Foreign> {
         let medium = self.medium.as_ref().zip(now.medium.as_ref()).and_then(|(was, now)| was.differs(now));
         match () {
-            () if self.inode != now.inode => Some(Foreign::OtherFile),
+            () if !self.is_of_file(now) => Some(Foreign::OtherFile),
             () if self.size != now.size => Some(Foreign::Resized),
             () if self.changed != now.changed => Some(Foreign::Written),
             () if medium.is_some() => medium.map(Foreign::from),
@@ -180,7 +186,7 @@ impl Evidence<'_> {
     /// In what way others have changed the file, or may have.
     pub(crate) fn foreign(&self, boot: &Boot) -> Option<Foreign> {
         let (before, now) = (self.before, self.now);
-        if before.inode != now.inode {
+        if !before.is_of_file(now) {
             return before.differs(now);
         }
         // The step says that this part is there.

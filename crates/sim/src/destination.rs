@@ -85,8 +85,7 @@ impl Destination for SimFile {
                 size: inode.len(),
                 changed: inode.time,
                 written: Some(inode.written),
-                print: String::new(),
-                medium: None,
+                ..Stamp::default()
             }))
         })
     }

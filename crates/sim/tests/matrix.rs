@@ -22,7 +22,7 @@ fn scratch() -> tempfile::TempDir {
 #[test]
 fn whatever_fails_a_replica_is_what_it_says() {
     let scratch = scratch();
-    let all = if number("DSYNC_SEED").is_some() { 1 } else { rounds(700, 1_000_000) };
+    let all = if number("DSYNC_SEED").is_some() { 1 } else { rounds(450, 1_000_000) };
     let count = number("DSYNC_ROUNDS").unwrap_or(all);
     let first = testing::seed("the matrix");
     println!("DSYNC_ROUNDS={count}");

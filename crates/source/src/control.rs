@@ -28,6 +28,7 @@ use uuid::Uuid;
 
 use crate::bookmarks::Reached;
 use crate::group::SourceGroup;
+use crate::history::History;
 use crate::source::{Checkpoint, SharedView, Source};
 use crate::{Gap, SourceError};
 
@@ -128,7 +129,11 @@ enum Response {
     Named {
         epoch: Epoch,
     },
-    Status(Status),
+    Status {
+        status: Status,
+        /// The last epoch that the server has recorded.
+        recorded: u64,
+    },
     Error {
         message: String,
         refusal: bool,
@@ -431,7 +436,10 @@ fn answer(
             return answer_with(socket, source.forget_bookmark(&name).map(|()| Response::Done));
         }
         Request::Status => {
-            return answer_with(socket, status(source).map(Response::Status));
+            return answer_with(
+                socket,
+                status(source).map(|(status, recorded)| Response::Status { status, recorded }),
+            );
         }
         Request::Follow => {
             holding.follower = Some(source.follow());
@@ -533,11 +541,12 @@ fn answer_batch(
     send(socket, &answer, &blob, &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
 }
 
-/// The status of a held source.
-pub(crate) fn status(source: &Source) -> Result<Status, SourceError> {
+/// The status of a held source, and the last epoch that it has recorded.
+pub(crate) fn status(source: &Source) -> Result<(Status, u64), SourceError> {
+    let (lost, recorded) = source.lost_since();
     let (active_regions, region) = source.disk().active_regions();
     let views = source.disk().views();
-    Ok(Status {
+    let status = Status {
         process: std::process::id(),
         size: device::Disk::len(source.disk()),
         dirty: source.dirty()?.count(),
@@ -545,9 +554,10 @@ pub(crate) fn status(source: &Source) -> Result<Status, SourceError> {
         region,
         views: views.len(),
         kept_bytes: views.iter().map(|v| v.kept_bytes()).sum(),
-        lost: source.lost(),
+        lost,
         mirrored: source.mirrored(),
-    })
+    };
+    Ok((status, recorded))
 }
 
 /// The error of a server that does not answer.
@@ -738,10 +748,14 @@ impl Client {
         self.ask(&Request::Drop { view }).map(|_| ())
     }
 
-    /// The tracker's status.
-    pub fn status(&self) -> Result<Status, SourceError> {
+    /// The tracker's status, for one who has read this history. Of an epoch that is just being recorded the history may be the first to
+    /// know: what was lost before it is said there.
+    pub fn status(&self, history: &History) -> Result<Status, SourceError> {
         match self.ask(&Request::Status)?.0 {
-            Response::Status(status) => Ok(status),
+            Response::Status { mut status, recorded } => {
+                status.lost.take_if(|_| history.last().is_some_and(|last| last.number > recorded));
+                Ok(status)
+            }
             _ => Self::confused(),
         }
     }
@@ -770,6 +784,33 @@ mod tests {
 
     use super::*;
     use crate::{SourceOptions, StateDir};
+
+    /// The server writes an epoch to the history first, and takes its time to make that durable.
+    #[test]
+    fn what_was_lost_before_an_epoch_that_is_being_recorded_is_not_lost_after_it() {
+        let temp = tempfile::tempdir().unwrap();
+        let image = temp.path().join("vm.raw");
+        std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        let state = StateDir::find(Some(&temp.path().join("state")));
+        let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
+        let _server = ControlServer::start(source.clone()).unwrap();
+        let lost = || {
+            let history = History::read(source.folder()).unwrap();
+            crate::lost(source.folder().path(), source.about(), &history).unwrap()
+        };
+        let before = source.lost();
+        assert!(before.is_some() && lost() == before);
+        let mut history = History::hold(source.folder()).unwrap();
+        let epoch = Epoch { number: 1, id: Uuid::new_v4() };
+        history.append(epoch, before.clone(), 1 << 20, 4096, &Bitmap::new(256)).unwrap();
+        assert_eq!(source.lost(), before);
+        assert_eq!(lost(), None);
+        // Recorded, in the same place: what is lost from then on is lost.
+        source.checkpoint(false).unwrap();
+        assert_eq!(lost(), None);
+        source.outdate("another writer");
+        assert_eq!(lost(), Some("another writer".into()));
+    }
 
     /// A server that ends a connection by itself: nothing may be overwritten unsaved while its reader trusts the view.
     #[test]

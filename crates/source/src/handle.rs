@@ -173,14 +173,15 @@ impl Handle {
     /// Bytes of the disk, and bytes that its server offers, which was started before it was resized. `None` if they are the same.
     pub fn resized(&self) -> Option<(u64, u64)> {
         let Holder::Server(client, _) = &self.holder else { return None };
-        let (offers, now) = (client.status().ok()?.size, self.backing.identity().ok()?);
+        let status = client.status(&self.history().ok()?).ok()?;
+        let (offers, now) = (status.size, self.backing.identity().ok()?);
         (offers > 0 && offers != now.size && now.same_object(&self.about.identity))
             .then_some((now.size, offers))
     }
 
     /// True if a server answered for the source, and no longer does.
     pub fn is_abandoned(&self) -> bool {
-        matches!(&self.holder, Holder::Server(client, _) if client.status().is_err())
+        matches!(&self.holder, Holder::Server(client, _) if client.alive()().is_err())
     }
 
     /// The source as a live disk, if it is one: then its only views are those of [`Live::cut`].
@@ -194,7 +195,7 @@ impl Handle {
     /// How the tracker is.
     pub fn status(&self) -> Result<Status, SourceError> {
         match &self.holder {
-            Holder::Here(source) => status(source),
+            Holder::Here(source) => Ok(status(source)?.0),
             Holder::Live(live) => Ok(Status {
                 size: live.size(),
                 process: std::process::id(),
@@ -206,7 +207,7 @@ impl Handle {
                 lost: live.lost()?,
                 mirrored: Default::default(),
             }),
-            Holder::Server(client, _) => client.status(),
+            Holder::Server(client, _) => client.status(&self.history()?),
         }
     }
 
@@ -357,7 +358,7 @@ impl Handle {
         match &self.holder {
             Holder::Here(source) => Ok(source.lost()),
             Holder::Live(live) => live.lost(),
-            Holder::Server(client, _) => Ok(client.status()?.lost),
+            Holder::Server(client, _) => Ok(client.status(&self.history()?)?.lost),
         }
     }
 

@@ -23,7 +23,7 @@ use crate::{Gap, SourceError};
 /// If its state cannot be read, or its server or its tracker fails.
 pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<Gap>, SourceError> {
     if let Some(client) = Client::connect(place)? {
-        return Ok(client.status()?.lost);
+        return Ok(client.status(history)?.lost);
     }
     match trackers::find(&about.path)? {
         Some(tracker) => record_lost(&*tracker, about, history),
@@ -131,7 +131,7 @@ fn recorded_since(
     into: &Bitmap,
 ) -> Result<Option<Option<Gap>>, SourceError> {
     if let Some(client) = Client::connect(place)? {
-        let lost = client.status()?.lost;
+        let lost = client.status(history)?.lost;
         if lost.is_none() {
             client.dirty(into)?;
         }

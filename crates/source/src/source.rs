@@ -135,9 +135,9 @@ pub struct Source {
     view_limit: u64,
     /// An outer lock, as all that a checkpoint holds (see `trackers/src/tracked.rs`): not for writers.
     epochs: Mutex<Epochs>,
-    /// Why the changes before the next checkpoint are not known. An inner lock: connections take it during their writes.
-    /// Changed with `epochs` locked.
-    lost: Mutex<Option<Gap>>,
+    /// Why the changes before the next checkpoint are not known, and the number of the last epoch that was recorded. An inner lock:
+    /// connections take it during their writes. Changed with `epochs` locked.
+    lost: Mutex<(Option<Gap>, u64)>,
     /// An outer lock, taken before `epochs`. The views that are open as `@view` (the empty name) and `@view.NAME`.
     shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
     /// Until when mirrors have brought replicas up to date, in seconds since 1970. An inner lock.
@@ -555,7 +555,7 @@ impl Source {
             direct: options.direct,
             view_limit: options.view_limit,
             epochs: Mutex::new(Epochs { history, stamp, spared }),
-            lost: Mutex::new(lost),
+            lost: Mutex::new((lost, last)),
             shared_views: Mutex::default(),
             mirrored: Mutex::default(),
             batches: Mutex::default(),
@@ -602,21 +602,20 @@ impl Source {
     /// Why the changes before the next checkpoint are not known; `None` if they are. Does not wait for a checkpoint in
     /// progress: until that is in the history, the answer is the previous one.
     pub fn lost(&self) -> Option<Gap> {
-        self.doubted().0
+        self.lost_since().0
     }
 
-    /// The same, and the count to settle with the tracker.
-    fn doubted(&self) -> (Option<Gap>, Option<u64>) {
-        let lost = self.lost.lock().unwrap_or_else(|e| e.into_inner()).clone();
-        let foreign = self.disk.foreign();
-        (lost.or_else(|| foreign.map(|_| FOREIGN.into())), foreign)
+    /// The same, and the number of the epoch since when it is so. One that is in the history already, but not yet recorded, is later.
+    pub(crate) fn lost_since(&self) -> (Option<Gap>, u64) {
+        let (lost, since) = self.lost.lock().unwrap_or_else(|e| e.into_inner()).clone();
+        (lost.or_else(|| self.disk.foreign().map(|_| FOREIGN.into())), since)
     }
 
     /// What was recorded since the last epoch does not hold, for this reason.
     pub(crate) fn outdate(&self, why: &str) {
         let mut epochs = self.epochs();
         epochs.spared = false;
-        self.lost.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| why.into());
+        self.lost.lock().unwrap_or_else(|e| e.into_inner()).0.get_or_insert_with(|| why.into());
     }
 
     fn epochs(&self) -> std::sync::MutexGuard<'_, Epochs> {
@@ -649,7 +648,7 @@ impl Source {
         let mut epochs = self.epochs();
         self.look(&mut epochs)?;
         let since = epochs.history.last();
-        if let (Some(why), _) = self.doubted() {
+        if let Some(why) = self.lost() {
             return Err(SourceError::Lost { since: since.map_or(0, |e| e.number), why });
         }
         if ends {
@@ -768,7 +767,10 @@ impl Source {
                     epochs.stamp.durable = durable;
                     // The gap is in the history. And a history that ends before this epoch is not trusted any more:
                     // soon no record has what it lacks.
-                    *self.lost.lock().unwrap_or_else(|e| e.into_inner()) = None;
+                    let mut gap = self.lost.lock().unwrap_or_else(|e| e.into_inner());
+                    *gap = (None, epoch.number);
+                    foreign.into_iter().for_each(|times| self.disk.settle(times));
+                    drop(gap);
                     (epochs.stamp.lost, epochs.stamp.larger, epochs.stamp.epoch) = (None, None, epoch.number);
                     epochs.spared = false;
                     epochs.stamp.write(&*self.folder)
@@ -788,9 +790,6 @@ impl Source {
         };
         // The epoch is durable: what follows only tidies up, and is repeated at the next opening if it fails here.
         self.disk.release()?;
-        if let Some(times) = foreign {
-            self.disk.settle(times);
-        }
         let changes = lost.is_none().then(|| Arc::new(frozen.changes));
         Ok((Checkpoint { epoch, saved, changes }, frozen.followed))
     }
@@ -830,7 +829,8 @@ impl Source {
 
     /// What a checkpoint finds.
     fn present(&self, epochs: &Epochs) -> Present {
-        let (lost, foreign) = self.doubted();
+        let foreign = self.disk.foreign();
+        let lost = self.lost();
         let size = self.disk.len();
         let stands =
             epochs.history.last().filter(|last| lost.is_none() && epochs.history.size_at(last) == Some(size));
@@ -966,7 +966,7 @@ impl Source {
         self.disk.look(|| changed(&identity))?;
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
-        let doubted = self.doubted().0.filter(|_| !epochs.spared);
+        let doubted = self.lost().filter(|_| !epochs.spared);
         let (boot, wrote) = (self.backing.boot(), self.disk.last_write());
         let other = || epochs.stamp.other(&identity, &boot, wrote).unwrap_or(REPLACED.into());
         let lost = if replaced { Some(other()) } else { doubted };

@@ -5,7 +5,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use device::{Buf, Disk, Kind, Piece, Request};
-use source::{Client, ControlServer, Source, SourceOptions, StateDir};
+use source::{Client, ControlServer, History, Source, SourceOptions, StateDir};
 
 /// Long enough for any answer, on a busy machine too.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -46,7 +46,8 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
         assert_eq!(asking.dirty().unwrap().count(), 1);
         tell.send("all that is dirty").unwrap();
         let folder = asking.folder().path().to_path_buf();
-        Client::connect(&folder).unwrap().unwrap().status().unwrap();
+        let history = History::read(asking.folder()).unwrap();
+        Client::connect(&folder).unwrap().unwrap().status(&history).unwrap();
         tell.send("the status").unwrap();
         asking.disk().sweep(10).unwrap();
         tell.send("a sweep that finds nothing idle").unwrap();

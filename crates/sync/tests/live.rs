@@ -433,40 +433,46 @@ fn what_no_checkpoint_mends_is_refused_at_once() {
 /// What was another source's, of whatever size, is compared in the first pass and followed from then on.
 #[test]
 fn a_replica_of_another_source_is_taken_over() {
-    for (commit, blocks) in [
-        (Commit::Journal, BLOCKS),
-        (Commit::InPlace, BLOCKS),
-        (Commit::Journal, 2 * BLOCKS),
-        (Commit::InPlace, 9),
-    ] {
-        let (scene, other) = (Scene::new(), Scene::of(blocks));
-        other.write(2_000);
-        scene.write(3_000);
-        let copy = scene.path("copy");
-        sync(&other.attach("state"), &copy, &options(FreezeMode::Auto)).unwrap();
-        let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
-        assert!(refused.contains("--adopt"), "{refused}");
-        let adopt =
-            SyncOptions { adopt: true, overwrite: true, shrink: true, commit, ..options(FreezeMode::Auto) };
-        let summary = writing(&scene, 300, Duration::from_millis(60), || {
-            for _ in 0..20 {
-                match scene.sync(&adopt) {
-                    Err(error) if error.to_string().contains("is being written to") => continue,
-                    other => return other,
-                }
+    // Each waits for a pause that is long enough.
+    std::thread::scope(|scope| {
+        for (commit, blocks) in [
+            (Commit::Journal, BLOCKS),
+            (Commit::InPlace, BLOCKS),
+            (Commit::Journal, 2 * BLOCKS),
+            (Commit::InPlace, 9),
+        ] {
+            scope.spawn(move || take_over(commit, blocks));
+        }
+    });
+}
+
+fn take_over(commit: Commit, blocks: u64) {
+    let (scene, other) = (Scene::new(), Scene::of(blocks));
+    other.write(2_000);
+    scene.write(3_000);
+    let copy = scene.path("copy");
+    sync(&other.attach("state"), &copy, &options(FreezeMode::Auto)).unwrap();
+    let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
+    assert!(refused.contains("--adopt"), "{refused}");
+    let adopt =
+        SyncOptions { adopt: true, overwrite: true, shrink: true, commit, ..options(FreezeMode::Auto) };
+    let summary = writing(&scene, 300, Duration::from_millis(60), || {
+        for _ in 0..20 {
+            match scene.sync(&adopt) {
+                Err(error) if error.to_string().contains("is being written to") => continue,
+                other => return other,
             }
-            panic!("no pause was hit");
-        })
-        .unwrap();
-        assert_eq!(summary.method, delta::Method::Compare, "{}", summary.trust);
-        moment(&copy).unwrap();
-        scene.write(100);
-        assert_eq!(scene.sync(&options(FreezeMode::Auto)).unwrap().trust, "tracked");
-        assert_eq!(moment(&copy).unwrap(), scene.written.load(SeqCst));
-        let refused =
-            sync(&other.attach("state"), &copy, &options(FreezeMode::Auto)).unwrap_err().to_string();
-        assert!(refused.contains("--adopt"), "{refused}");
-    }
+        }
+        panic!("no pause was hit");
+    })
+    .unwrap();
+    assert_eq!(summary.method, delta::Method::Compare, "{}", summary.trust);
+    moment(&copy).unwrap();
+    scene.write(100);
+    assert_eq!(scene.sync(&options(FreezeMode::Auto)).unwrap().trust, "tracked");
+    assert_eq!(moment(&copy).unwrap(), scene.written.load(SeqCst));
+    let refused = sync(&other.attach("state"), &copy, &options(FreezeMode::Auto)).unwrap_err().to_string();
+    assert!(refused.contains("--adopt"), "{refused}");
 }
 
 /// What one history released, another one lacks.

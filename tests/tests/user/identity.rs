@@ -1,7 +1,7 @@
 //! Which disk a replica is on, and who wrote to it: what dsync itself let others write, disks that are exchanged, partitions.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -591,4 +591,68 @@ fn a_loop_device_without_its_file_is_told_to_be_detached() {
     assert!(told.contains("was detached, and is attached to") && told.contains("other.raw"), "{told}");
     // It is another disk.
     site.sync(&device, &copy, &[]).code(4).says(&["is a copy of another source"]);
+}
+
+/// A folder of a site as sshfs shows it, which gives inodes in the order in which files are looked up, after that of so many others.
+fn by_sshfs(site: &Site, place: &Path, others: usize, what: &str) -> Option<Mount> {
+    let (server, folder) = (site.path("sftp"), site.path("far"));
+    // In place of ssh: nobody is to be logged in to.
+    std::fs::write(&server, "#!/bin/sh\nexec /usr/lib/openssh/sftp-server 2>/dev/null\n").expect("a script");
+    std::fs::set_permissions(&server, std::fs::Permissions::from_mode(0o755)).expect("a script");
+    std::fs::create_dir_all(&folder).and_then(|()| std::fs::create_dir_all(place)).expect("folders");
+    let command = format!("ssh_command={}", server.display());
+    let at = format!("here:{}", folder.display());
+    let mounted = Run::new("sshfs").args(["-o", &command, &at]).arg(place).output();
+    if !mounted.status.success() {
+        skipped(what, &format!("sshfs cannot mount here: {mounted}"));
+        return None;
+    }
+    for other in 0..others {
+        std::fs::write(place.join(format!("other-{other}")), "").expect("a file");
+    }
+    Some(Mount::made(place))
+}
+
+#[test]
+fn a_replica_whose_inode_lasts_for_a_mount_is_known_by_its_size_and_times() {
+    let what = "a replica on a file system that gives out inodes at each mount";
+    if !need_root(what) || !need(&["sshfs", "/usr/lib/openssh/sftp-server"], what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 4 * MIB);
+    let place = scene.site.path("replica");
+    scene.replica = place.join("vm.raw");
+    let mut mounted = by_sshfs(&scene.site, &place, 0, what);
+    if mounted.is_none() {
+        return;
+    }
+    scene.sync(&[]).ok();
+    let inode = |scene: &Scene| std::fs::metadata(&scene.replica).expect("the replica").ino();
+    let mut others = 0;
+    let mut again = |scene: &Scene| {
+        let before = inode(scene);
+        others += 20;
+        drop(mounted.take());
+        mounted = by_sshfs(&scene.site, &place, others, what);
+        assert_ne!(inode(scene), before);
+    };
+    again(&scene);
+    scene.change(3);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    again(&scene);
+    scene.site.dsync(["status", "--check"]).ok();
+    scene.equal();
+    // It counts as before that another program wrote to it, or that another file is in its place.
+    write(&scene.replica, MIB, &[7; 512]);
+    again(&scene);
+    scene.sync(&[]).code(4).says(&["modified outside dsync"]);
+    scene.sync(&["--adopt"]).ok();
+    scene.equal();
+    let copy = place.join("copy");
+    std::fs::copy(&scene.replica, &copy)
+        .and_then(|_| std::fs::rename(&copy, &scene.replica))
+        .expect("a copy");
+    again(&scene);
+    scene.sync(&[]).code(4).says(&["another file is in its place"]);
 }

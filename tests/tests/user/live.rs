@@ -62,7 +62,7 @@ fn a_busy_file_system_is_copied_as_of_one_moment() {
     let mut load = fio.start();
     std::thread::sleep(Duration::from_secs(1));
     let (mut frozen, mut last) = (Vec::new(), 0u64);
-    for round in 0..rounds(5, 50) {
+    for round in 0..rounds(3, 50) {
         let synced = site.sync(tracked.device(), &copy, &["--freeze", "require"]).ok().summary();
         frozen.push(number(&synced, "freeze_ms"));
         if round > 0 {

@@ -574,7 +574,7 @@ fn a_replica_within_an_epoch() {
 fn one_slow_mirror_does_not_hold_up_another() {
     let (scene, far) = (Scene::synced("two mirrors", 32 * MIB), Far::new(RSH));
     far.sync(&scene, &[], None).ok();
-    let mut slow = far.run("mirror", &scene, &["-v", "--bwlimit", "512K"], None).start();
+    let mut slow = far.run("mirror", &scene, &["-v", "--bwlimit", "1M"], None).start();
     let mut fast = mirror(&scene, &scene.replica, &[]).start();
     fast.wait_to_say(MIRRORING);
     slow.wait_to_say(MIRRORING);

@@ -179,11 +179,11 @@ fn every_difference_is_reported() {
         let mut random = Random::new(what);
         let site = Site::new();
         // The smallest that mkfs.xfs takes, or a smaller one.
-        let size = if testing::guests_in_full() { 320 * MIB } else { 144 * MIB };
+        let size = if testing::guests_in_full() { 320 * MIB } else { 64 * MIB };
         let mut vm = Vm::new(kernel, "truth.sh", twins(&site, size, &mut random));
         vm.modules(&["loop", "raid1", "xfs", "btrfs"]);
         let (fs, io, more) =
-            if testing::guests_in_full() { ("ext4 xfs btrfs", "24m", "yes") } else { ("ext4", "8m", "") };
+            if testing::guests_in_full() { ("ext4 xfs btrfs", "24m", "yes") } else { ("ext4", "4m", "") };
         vm.variables = format!("SEED={}\nFILESYSTEMS='{fs}'\nIO={io}\nMORE={more}", random.below(1 << 30));
         vm.run(600);
     }

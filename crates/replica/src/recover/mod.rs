@@ -240,7 +240,7 @@ impl Replica {
     /// In what way others have changed the destination since the lineage was stored, or since own writes that came later.
     fn changed_since(&self, now: &Stamp, sealed: Sealed, deltas: &[Contents]) -> Result<Option<Foreign>> {
         let before = self.lineage().stamp.as_ref();
-        if before.is_some_and(|before| before.inode != now.inode) {
+        if before.is_some_and(|before| !before.is_of_file(now)) {
             return Ok(Some(Foreign::OtherFile));
         }
         if let Some(why) = self.changed().filter(|_| !self.is_compared(deltas)) {

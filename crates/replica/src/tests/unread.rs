@@ -160,13 +160,14 @@ fn an_error_at_any_step() {
 #[test]
 fn cut_at_any_step() {
     let s = source();
+    let sample = Sample::new("cuts at any step");
     for (name, kind, syncs) in campaigns(&s) {
         let start = replica_at(kind, &s, 0);
         // The folder of a device's replica is opened anew each time, so that a cut tells nothing there.
         let outages = if kind == Kind::Device { &OUTAGES[..1] } else { &OUTAGES[..] };
         for (number, (outage, disks, folders)) in outages.iter().copied().enumerate() {
             for step in 1.. {
-                if !soak() && step % 11 != number as u64 % 11 && step < 400 {
+                if !sample.takes(step + number as u64, 22) {
                     continue;
                 }
                 let (world, power) = (start.fork(), Power::new(outage));

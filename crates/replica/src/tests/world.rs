@@ -825,7 +825,7 @@ impl Destination for ModelDevice {
             return Ok(None);
         }
         let print = fingerprint(&*self.disk)?;
-        Ok(Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print, medium: None, written: None }))
+        Ok(Some(Stamp { size: self.disk.len(), print, ..Stamp::default() }))
     }
 
     fn glance(&self) -> io::Result<Option<Stamp>> {
