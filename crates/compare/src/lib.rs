@@ -29,6 +29,9 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! A digest is the first half of BLAKE3 of a block, or XXH3-128. Digests go in order, a MiB at a time. Nothing that the peer says is
+//! trusted: its reports must cover the disk without a gap or an overlap.
 
 // Tests have lists of one range.
 #![cfg_attr(test, allow(clippy::single_range_in_vec_init))]

@@ -1,9 +1,14 @@
 //! Clones: files that share their content with another one until either is written to (XFS, Btrfs). What differs between two clones of one file is
 //! told by where the file system keeps their content, without reading it.
 //!
-//! Content that two files keep in one place is the same: what is shared is never overwritten in place. Everything else differs, or may: a
-//! balance or a defragmentation moves content, and names more than was written. Of what has no place of its own (compressed, inline) the
-//! content is compared.
+//! Content that two files keep in one place is the same: what is shared is never overwritten in place. Everything else
+//! differs, or may:
+//!
+//! - **What has no place of its own** (compressed, inline, encrypted) differs if the maps do, and is read from both and compared if they
+//!   do not, because another part of a packed extent can be shared at the same place. So on compressed Btrfs a sync reads the image and
+//!   the clone. Holes and preallocated extents are zeroes.
+//! - **A balance or a defragmentation** moves content; that names too much. The old map is read before and after the new one, and again
+//!   until it no longer changes: content of the old clone could be moved away, and other content to where it was, between two looks.
 
 use std::fs::File;
 use std::io;

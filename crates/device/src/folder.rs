@@ -1,6 +1,12 @@
 //! Folders of state files: the few calls that everything durable uses.
 //!
 //! A trait, so that a test can stop the world before each of them, and keep or lose what was not flushed.
+//!
+//! # Mapped files
+//!
+//! On a file system that copies on write (Btrfs, bcachefs, ZFS, F2FS, NILFS, and overlays, which may be above one) a store to a mapped
+//! page may need room, and raises SIGBUS where there is none. There a [`Mapping`] is a copy in memory, which is brought to the file word
+//! by word where that must survive a kill.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};

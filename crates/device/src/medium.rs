@@ -3,6 +3,25 @@
 //! A device has no times. Within one boot the kernel's count of sectors written reveals every write; after a reboot, or
 //! where a disk was attached again, only what most users of a disk change does: the edges of the disk and of its partitions,
 //! where superblocks and partition tables are.
+//!
+//! # Which disk
+//!
+//! A device has no times, and any disk may be attached under its name. So the state of its replica is kept under an identifier of the
+//! disk (WWN and serial numbers, a device-mapper UUID or name, the file and part behind a loop device, a
+//! partition's place on its disk; the kernel's name only if none of these is known), and disks that alternate under one name each have
+//! their own. State that was kept under the kernel's name is moved when it is opened. The lineage records how the device was left:
+//! - the kernel's count of sectors written and discarded, with the boot and the diskseq for which it is valid: within one boot it reveals
+//!   every write through this device or its partitions, and for a partition also writes through its disk outside all partitions;
+//! - hashes of the first and the last MiB of the disk and of each partition in its table, where superblocks and tables are, and of
+//!   sixteen blocks in between: after a reboot, or if the disk was attached again, these reveal mounts.
+//!
+//! After a reboot the first command that opens the replica records the current count, which is valid from then on. A detected write by
+//! another program is recorded in the lineage, and only a comparison removes it.
+//!
+//! Not detected after a reboot: a write that changed neither an edge nor one of the sixteen blocks, such as one into a logical volume or
+//! an encrypted device within a partition; writes from other hosts; and writes beneath the device (to a loop device's file, or through
+//! another map over the same disk). `verify` finds them. A disk without any identifier that was detached and attached again within one
+//! boot must be compared.
 
 use std::fmt;
 use std::io;

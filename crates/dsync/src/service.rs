@@ -1,5 +1,15 @@
 //! What a service manager such as systemd offers: a listening socket (sd_listen_fds(3)), and to be told how the service
 //! is (sd_notify(3)). Without one, all of it does nothing.
+//!
+//! `serve` and `receive` serve a socket that was passed to them and leave it as it is: they are woken by
+//! a descriptor of their own (`device::Bell`), never by shutting the socket down, because the service manager holds the same socket and
+//! passes it to the next process. Clients that connect in between wait in its queue.
+//!
+//! `READY=1` is sent when clients can connect; by a mirror when the first sync has been accepted by both sides. With a watchdog, a thread
+//! asks the loop whether it turns, and sends `WATCHDOG=1` only then: `serve` and `receive` ring the bell of each thread that accepts
+//! clients, and the next ring finds out whether the last one was heard; the loop of a mirror that cuts batches counts its turns
+//! (`sync/src/mirror/turns.rs`). A disk that hangs does not stop it: ending the server would not help the disk, and clients get their
+//! data when it comes back.
 
 use std::net::TcpListener;
 use std::os::fd::AsFd;

@@ -1,4 +1,8 @@
 //! What becomes of a program whose memory is limited and at an end.
+//!
+//! Memory that the system refuses ends the program with a message and code 1, which is a kill like any other to
+//! all that is kept. What grows with a disk and can be refused alone is asked for by `Bitmap::try_new`: a server that lacks the memory
+//! for a checkpoint refuses that before its cut, and goes on.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

@@ -1,4 +1,21 @@
 //! The way to a point.
+//!
+//! A source keeps its path with its description; each delta says the path of the moment to which it leads, and the commit of a replica
+//! takes it over; an undo delta has that of the state to which it leads back. A life in which nothing was cut counts as the one before
+//! it. Two paths tell what two disks are to each other:
+//!
+//! | | |
+//! | --- | --- |
+//! | same, behind | the other ends at a point of this path: this one has all that it has |
+//! | ahead | this one ends at a point of the other's path |
+//! | forked | they part at a point that both have |
+//! | strangers, incomplete | no life is known to be in both |
+//!
+//! So a rewound replica that is promoted, a source that is restored from a copy (once, or twice to one moment), and a host that is rolled
+//! back under a mirror need no rules of their own: what they do next is another life. The epochs of one life are told apart by their
+//! random ids as well, because a source that is not served may be copied with its state and end an epoch on either side. A source that
+//! learns from a replica that its state is an older copy begins a life there (`Handle::branch`). A path is as long as there were lives,
+//! 16 384 at most, and takes 24 bytes for each; a delta that is made for one replica leaves out what that knows.
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;

@@ -15,6 +15,36 @@
 //! A device has no times, but within one boot the kernel's count of sectors written tells the same: *at rest*, nothing but
 //! equality will do; *at work*, the note has the count from which own writes began, and how many sectors have been handed to
 //! the device since: if more were written, another program wrote. Of what came before a reboot nothing tells.
+//!
+//! # What is checked, and what is not noticed
+//!
+//! Before each commit and each batch the file is checked: if its inode, size or change time differ from how dsync left it, nothing is
+//! committed over it. It is checked once more when the note has been written, and after the flush that ends a mirror's batches. The next
+//! process to open the replica decides by the note:
+//!
+//! | what was in progress | the note | the file is trusted if its change time is |
+//! | --- | --- | --- |
+//! | nothing | | that of the lineage |
+//! | batches, or an interrupted step in place; at rest | of this boot | that of the note |
+//! | the same | of an earlier boot | that of the note, or earlier (the power cut took the later one) |
+//! | space reserved for what was never committed | | as for batches at rest |
+//! | a merge, a batch, a step in place, a copy being put in place | of this boot | at most 1 s after the note, and not before own writes began (the clock was set back); the content of a copy must match the note |
+//! | the same | of an earlier boot, or lost | at most 10 s after the last durable note or journal, and before this boot |
+//!
+//! In every other case only a compare fits the replica. Not detected: a write by another program during own ones, one within the second
+//! after a kill (a program that goes on writing is noticed), one within the 10 s before a power cut that took the note, and one by a host
+//! whose clock stamps the file differently (network file systems). A copy that is put in place keeps the time of its content, so a write
+//! to it before its lineage is stored is noticed too. A file is compared without need if there was no room for its note, or if the kill
+//! was on a very busy machine and the last write ended more than a second later. A note that cannot be written for another reason ends
+//! the command before its first write.
+//!
+//! A block device has no times, but the kernel counts the sectors written to it, and, for a partition, those written to its disk outside
+//! all partitions. The count is read wherever a file's times are, also between two batches, after the page cache of the device has been
+//! written out. The note records it: at rest, nothing may have been written since; after own writes, or a kill during them, no more than
+//! had been handed to the device by then. Not detected: a write by another program during own ones that is smaller than what a kill kept
+//! from being written or than the allowance for zeroed ranges (the kernel may count these up to three times), and all that happened while
+//! there was no count: before a power cut or reboot that followed the kill, while the disk was detached, by another host, beneath the
+//! device, or with `queue/iostats` at 0.
 
 use std::io;
 use std::path::Path;

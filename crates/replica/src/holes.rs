@@ -4,6 +4,13 @@
 //!
 //! Nothing is reserved on devices, and not for what overwrites blocks: file systems that write these to another place (Btrfs, or
 //! XFS where another file shares them) may still run out of room.
+//!
+//! A clone needs none of this: it may fail at any time. After a crash, space for the journal's content is reserved before it is merged;
+//! what was never confirmed and has no room is dropped.
+//!
+//! A journal takes at most half of the free space of its folder (256 MiB at most) and is then started again; space for the next lineage
+//! and the note is reserved before it begins. So a full file system ends a commit with an error, and never keeps the next command from
+//! merging what was committed.
 
 use std::io;
 use std::ops::Range;

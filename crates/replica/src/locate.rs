@@ -2,6 +2,17 @@
 //!
 //! The state of a file's replica is in `.NAME.dsync/` beside the file; that of a device's in a folder named after the disk, below
 //! [`Options::devices`]. [`Options::folder`] overrides both. Nothing here takes a lock or changes anything.
+//!
+//! # A replica that is away
+//!
+//! The source remembers where its replicas are (bookmarks), and a replica's folder outlives its file. So if there was a replica and none
+//! is found, because its disk is not attached or its file system not mounted, sync and mirror do not create another unless `--create` is
+//! given. A mirror that has worked waits and tries again. The folder of a replica's file and that of its state are held open while it is
+//! worked on, and all names are resolved within them (`device::Dir`): a file system that is mounted over them meanwhile is not touched.
+//! At the next commit the path is checked; if it leads elsewhere, the session ends as an outage, and the next one uses what is there. A
+//! replica's name that the source does not know (another spelling of the host, another state directory) is a new one. A replica that is
+//! pulled is remembered as `pull://HOST/PATH`, where HOST is what its host calls itself, over TLS the name of its pinned key: no
+//! destination of a push has such a name.
 
 use std::path::{Path, PathBuf};
 

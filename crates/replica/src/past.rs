@@ -17,6 +17,30 @@
 //!
 //! After a rewind the states that came later are reached in the same way, by the undo delta of the rewind. Nothing of the past ages
 //! until the replica has gone on from there, so that the rewind can be taken back.
+//!
+//! # How it grows and ages
+//!
+//! Moments are epochs, not batches: where the replica keeps one moment of each period (`--keep 24h/10m`), it says so with its status, and
+//! the mirror ends an epoch in each such period in which something changed.
+//!
+//! At the end of a commit the past is aged (`Ageing::run`). A state counts as of when the replica was last at it, in the order of the way
+//! back: a moment that a rewind went back to is as late as that, and the clock may have been set back. What leads nowhere is removed, and
+//! what the rules do not keep (`keep.rs`) is removed at the end of the past, or folded into its neighbour by the same combination. A
+//! commit folds one run of at most 32 undo deltas, so its work is bounded; the next commits do the rest. The oldest moments go if all
+//! take more than `--keep-bytes`, or if there is no room for an undo delta or the journal; if there is still none, the commit goes on
+//! without a past, and says so. None goes for a journal that would not fit either way: where the size of the delta is not known before
+//! (`Expected::Countable`), what comes behind the end of the room is counted and not stored, and if dropping moments makes room for all,
+//! the replica's side asks for the delta again, whose size is known then. What is kept is written down beside the replica (`past`) and
+//! applies until a command says otherwise; `--commit in-place` is refused meanwhile, because it overwrites blocks as they come.
+//!
+//! Where the past is kept, a changed block is written three times: to the journal, as what it replaces to the undo delta, and to the
+//! destination. The undo delta goes past the page cache, several writes at once (`replica/src/aside.rs`), so a sync that keeps the past
+//! takes as long as a program that does nothing but these reads and writes (`bench/RESULTS.md`, keep). Undo written before each block in
+//! place would spare the journal: such a program then takes 1.2 times as long as one that keeps nothing, not 1.6 times. It was not
+//! chosen: the destination would be between two states for as long as the line carries the delta, and not only while it is merged; a
+//! delta that ends without its trailer, or fails its checksum, would have been written already; and going back gives up what had arrived,
+//! where the journal is kept and the transfer resumed. To collect the delta in memory first, so that only its merge is undone, was tried
+//! as a journal that is not made durable: it gained nothing over the journal that is.
 
 use std::io;
 

@@ -3,6 +3,19 @@
 //!
 //! The set is kept in a file of its own in the replica's folder, which the lineage names: `unsure-ID`, the XXH3-128 of ID and what
 //! follows, then [`UnsureSet::encode`]. `unsure.new` is the room for the next.
+//!
+//! | why a block is unsure | who put it there | it is sure again when |
+//! | --- | --- | --- |
+//! | a batch of a mirror wrote it: it is newer than the epoch | `Batches::commit` | the epoch ends, or a sync has written it |
+//! | the source could not read it | a record *unsure* of a delta | any delta has written it |
+//! | others were seen to write to the device: every block | `Replica::notice` | all of it was compared |
+//!
+//! The set is a bitmap in a file of its own, which the lineage names; a commit writes the next one first. Within a mirror's journal it is
+//! in memory: recovery makes it again from the batches that the journal holds. Room for it is reserved before a journal is sealed. The
+//! source hears it with the status (`sync/src/messages.rs`) and adds it to what changed (`plan::tracked`), so no comparison is needed;
+//! such a delta is bound to the replica's state. A delta made without that knowledge, of `extract`, takes out of the set what it writes
+//! and leaves the rest. A step that was cut off in place needs no blocks in it: its parts are at their own epochs, and what changed
+//! between these covers what it had begun to write.
 
 use std::ops::Range;
 use std::{fmt, io};
@@ -289,7 +302,7 @@ fn hash_of(file: &Uuid, encoded: &[u8]) -> [u8; 16] {
 }
 
 fn name_of(file: &Uuid) -> String {
-    format!("{NAME}-{}", file.simple())
+    format!("unsure-{}", file.simple())
 }
 
 /// Brings a journal to a target, and marks what it makes of the unsure set.

@@ -9,6 +9,9 @@
 //! Whatever fails for a reader ends its log, never the commit: the head says that it is lost before the first block is
 //! overwritten that was not kept, or the log has no name any more, which says the same. The logs give way first where space is
 //! short: a commit that needs it waits until the readers have let go of what they held.
+//!
+//! Recovery appends what its journal touches before it merges again. A copy that is put in place by a rename needs no log: the reader has
+//! the old file open. A log whose reader is gone is removed by the next commit, within a second by a mirror.
 
 use std::fs::File;
 use std::io;

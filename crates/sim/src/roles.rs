@@ -1,6 +1,18 @@
 //! Runs in which disks change roles: promotions, planned and forced, demotions, failbacks, rewinds, and several of them one after the
 //! other, on two sites or three. Any disk may be the source or a replica, or both at once in the opinion of two of them. After each step the
 //! [`Epochs`] tell whether every disk is what it says it is, and whether anything was lost that nobody was told of.
+//!
+//! In every third run **disks change roles**: two or three disks, each on a host of its own, are written to, synced in any direction,
+//! mirrored, promoted (as planned or by force), demoted (in favour of a replica, saving or giving up), rewound, and served, and any of
+//! these commands may be killed and is run again. What the roles depend on is a trait (`sync/src/site.rs`), so the commands are those of
+//! the product. The model knows what each epoch held and which one came after which, on all branches. After each step: a source names
+//! every block in which it differs from any epoch of its history; a replica is its epoch, and each that is as true of a former source,
+//! but for its unsure set; what was neither saved nor given up at a demotion is there; what takes over as planned is what its source was
+//! at last; no sync overwrites a branch that is not in its source's past, or a source; a failback moves no more than the union of what
+//! both sides wrote. In some of these runs each site has two disks, which are a group that is synced, promoted, demoted and rewound
+//! together or in part: records are written to one disk first and then to the other, so after each of these commands, and wherever the
+//! replicas are said to be at one moment, none is on the second disk that is not on the first. At the end one disk is the source, and all
+//! others follow it.
 
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;

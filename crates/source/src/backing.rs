@@ -1,4 +1,11 @@
 //! What a source must know of its file or device, besides its bytes.
+//!
+//! A source that is not tracked is read as it is, and must not change meanwhile. For an image file, its times are compared before and
+//! after; for a block device, the kernel's count of written sectors (`device::WriteWatch`); for a partition also the sectors that its
+//! disk has counted outside all its partitions, since those were written through the disk. The device's page cache is flushed first, so
+//! that reading does not cause a write. If the count changed, the sync, verify or extract fails, and nothing is committed. Where the
+//! kernel does not count (`queue/iostats` is 0, brd), only a mount for writing is detected, not a program that writes to the device
+//! itself.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;

@@ -4,6 +4,13 @@
 //! reached by several names, it has one bookmark, of the name that was used last: it is told by the state in which its last sync has left it.
 //! A *named checkpoint* has a plain name, and belongs to a reader of which dsync knows nothing else: it moves when that
 //! reader asks for it, to the epoch that the reader has, never to the present by itself.
+//!
+//! A view records the epochs of all checkpoints when it is created. For each one without a gap of the history in between, its export has
+//! the context `qemu:dirty-bitmap:NAME`: what changed from there up to this view, the same for all its readers, wherever the name moves
+//! meanwhile. What is not known exactly is not offered. The view's description begins with `epoch NUMBER`: a reader moves its checkpoint
+//! to that number when it has stored what it read. The number must come from the connection itself: after a crash there may be another
+//! view of that name. While a view is open its epoch is not folded, so that this step is possible. `dsync changes` does the same for
+//! disks that are not served; data read from a disk tracked in the kernel is of that epoch or newer.
 
 use std::collections::BTreeMap;
 use std::path::Path;

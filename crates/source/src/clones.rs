@@ -8,6 +8,17 @@
 //! The folder beside the image may belong to another user than the process, who can put anything in the place of a clone at any time. So a clone is
 //! known by its open file, never by its path; one that is opened again is compared with what was left; and what is removed is a name in
 //! an open folder.
+//!
+//! - **What the clones say goes before the record and the stamp**, except that an older image in the place of a newer one is refused as
+//!   ever. The marks are in the record before the stamp says that it is whole.
+//! - **The stamp is the image's just before its clone**, so a disk that was at rest since is known to be so without a clone. If the image
+//!   was written to around it, the stamp is one that no image has, and a record that is trusted by times alone is not trusted.
+//! - **At rest**: a demotion and a group need disks that nobody writes to. They lock the image and read it itself; the clones only tell
+//!   what changed before.
+//! - **A server** records for itself: it takes what differs into its record, and removes the clone. The first sync after it makes one
+//!   again.
+//!
+//! Outside: pages of a shared mapping that a device writes to behind the kernel's back (RDMA, O_DIRECT reads into the mapping).
 
 use std::ffi::OsStr;
 use std::fmt::Debug;

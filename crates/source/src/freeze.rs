@@ -2,6 +2,23 @@
 //!
 //! A separate process ([`Watchdog`]) thaws if the freeze lasts too long, or if the freezing process dies.
 //! Then the freeze is void, and [`Freeze::thaw`] fails.
+//!
+//! Writes are stopped by freezing the file systems on the disk, its partitions, and the devices above them.
+//! Whatever takes time is done before: the page cache is written out, memory is touched, and the tracker's epoch is ended, for which the
+//! kernel waits. So what is written between that and the freeze belongs to this epoch and to the next. A freeze waits for three RCU grace
+//! periods; meanwhile `rcu_expedited` is on, without which they take most of the time. If a freeze took longer than its limit or ended
+//! early, the sync fails.
+//!
+//! A peer of `dsync send --offer` could ask for one freeze after another. So those for peers take a tenth of the time at most: a file
+//! system that any dsync of this host has frozen rests for nine times as long as that lasted, and a peer that asks meanwhile is told that
+//! the source is in use. Until when is in a file for each file system in `/run/dsync/rests`, so that two listeners share the tenth.
+//!
+//! A file system that is mounted in another mount namespace only, or that was unmounted lazily and is still in use, cannot be frozen from
+//! here. The mount tables of all processes and `/sys/fs` (ext4, XFS, Btrfs, F2FS) show it, and the sync refuses unless `--freeze never`
+//! is given. A file system of another type that is in no process's table is not detected.
+//!
+//! dsync's own state may be on a file system that is frozen: nothing is written to it between freeze and thaw, and the thread that reads
+//! under the freeze waits for no other. The epoch is written to the history after the thaw, so each sync of such a disk changes it.
 
 use std::fs::File;
 use std::io;

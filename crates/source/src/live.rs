@@ -3,6 +3,27 @@
 //! What is read from such a disk after a checkpoint is that epoch's content or newer; what is newer is in the tracker's
 //! next record. So repeated passes over the changes converge, and the last, small one makes the copy exact: nothing
 //! is written during it, because the file systems are frozen, or because there happened to be no writes.
+//!
+//! Writes that bypass the file systems, to the device itself or to a swap partition, are not stopped. The kernel's count of written
+//! sectors and the tracker's marks, before and after the reading, reveal them: the cut is tried again, and then refused. (Where the
+//! kernel does not count, as on brd, a write to a block that was also written in the moment before the freeze goes unnoticed.) If no file
+//! system is mounted, the cut is valid if no write began while it was read and the tracker lost nothing; otherwise it is tried again, and
+//! then refused. A write in flight at the checkpoint does not count as a write by another program: its block is marked in the next
+//! record, and a copy with or without it is a state that a power cut could have left. So a write whose end the tracker did not see does
+//! not prevent a cut, as long as the kernel counts none in flight and no sector written. `--freeze never` commits in spite of such
+//! writes, marked fuzzy, and the sync says "without a cut".
+//!
+//! Before a checkpoint is released, and after its record was ended, the device is flushed: a block lost from the device's cache in a
+//! power cut would be old at the source, new at the replica, and recorded nowhere. A loss that a checkpoint does not repair (a link of
+//! the tracker is gone, the disk has another size) ends a sync before the first pass.
+//!
+//! A tracker's record belongs to the epoch whose id the tracker got at its last release. A history without this id (another one, an older
+//! copy, or one from before the tracker was added again) does not trust the record: the replica is compared.
+//!
+//! A process that ends epochs holds the tracker's lock, in `/run/dsync/trackers`, named by the device number, so that two state
+//! directories exclude each other. A process that does not see that lock (in a container with its own `/run`) is detected: each
+//! checkpoint has a token, and a release with any but the last token fails; and if the record turns out to follow another epoch than this
+//! history's last release, it is not trusted.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -3,6 +3,12 @@
 //! together, as a hypervisor's snapshot does it, is told by a replica that got a later batch.
 //!
 //! What may have been sent is noted before it is: a crash leaves no replica with a batch that its source does not know.
+//!
+//! Each batch is noted by itself unless they come more than once a second; then twice as many as the last time are noted at once, so that
+//! the disk is synced about once a second however short the interval is. What was restored to less than that before the last batch is not
+//! noticed. A batch that cannot be noted is not made. A server that went back together with the memory of its host is told by the first
+//! replica that it meets which is further in its life: that life ends there, and no batch of it is taken until the server is started
+//! again. What ends an epoch before such a replica is met is not noticed.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,38 @@
 //! Whether the image matches its record: a stamp is taken at the end of writing, and compared before the record is
 //! trusted again.
+//!
+//! # When a record is trusted
+//!
+//! A record is trusted after a stop only if the image is as dsync left it. A clean stop stamps the image's inode, size and times last.
+//! After an unclean one the image must not have changed later than the last write through the server: that time is kept in a mapped file,
+//! by the clock that stamps files. After a power cut the comparison uses the last durable value of that time, and the time of this boot.
+//! A disk that was detached and attached again within one boot, which its kernel number (diskseq) shows, may have lost what a power cut
+//! takes: after an unclean stop, an image that was written to is compared if its disk, or that of the state directory, has another
+//! diskseq. File systems over a network or in layers have no such number; of those over several disks, only Btrfs names them. While the
+//! image is held, its times are checked soon after each burst of writes, before the first write after such a check, once a second, at
+//! each checkpoint and at the end: if the time of change moved without a write through the server, another program wrote, and this is
+//! noted in the same mapped file. Another file at its path is refused. A block device has no such times: it is compared, unless the user
+//! passes `--trust-device`. A command that is not told so compares, and leaves the record as it found it until an epoch ends: one that is
+//! told so can still use it. Before dsync itself writes to a device as to a replica, it notes in the stamps of the sources on it that
+//! their records do not hold (`source/src/overwritten.rs`): nobody's word overrides that. Every failed check becomes a gap in the
+//! history.
+//!
+//! An epoch makes the image durable with its times, and the stamp keeps its time of change (`durable`): an image that bears an earlier
+//! one was rolled back, whatever a power cut may have taken. Where a file was ever served, one that is older than its record, or another
+//! in its place, is no disk to bring its replicas up to date from: sync, mirror and `verify --repair` refuse it until its user says that
+//! it is the source as it is (`--accept-source`), or restores it. A file that was never served, as a dump, is compared.
+//!
+//! Four cases cannot be detected from outside:
+//!
+//! - a write to a replica's file whose time of the content (mtime) was set back afterwards, to the nanosecond. That a file's owner, mode,
+//!   name or links alone were changed is told by this time, where it is finer than a millisecond and not of a file system in memory;
+//!   elsewhere, and between the batches of a mirror, it counts as a write;
+//! - a write by another program among writes through the server;
+//! - one within 50 ms after the server was killed while writes were in flight. The server records the time every few milliseconds while
+//!   writes are in flight; later changes of the image are detected;
+//! - one within some seconds before a power cut, after a clean stop of the server, or to a replica's file. A file's content may become
+//!   durable before its times do: at once with `O_DIRECT`, or when the system writes the page back before the file system commits its
+//!   journal. After the power cut the file then has the new content and the old times. `fsync` by the writer makes both durable.
 
 use device::{Boot, Folder, Identity, Life, Written};
 use serde::{Deserialize, Serialize};

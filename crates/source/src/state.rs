@@ -1,4 +1,13 @@
 //! The state directory, with the folders of all sources.
+//!
+//! # Which source a disk is
+//!
+//! The identity of a source is kept in its state: path, inode and birth time of the file, or an identifier of the disk behind a device
+//! (`device::disk_id`) that does not depend on its kernel name. A file that was moved or renamed, or has changed places with another, is
+//! recognised by inode and birth time, served or not; its record is then not trusted once, since a rename changes the same time as a
+//! write. Another file at the old path is the old source only if nothing is known of it; another disk under the old one's name is another
+//! source. Looking up and creating a source happens under `STATE/sources/lock`, so that two first syncs of a disk create one source. A
+//! state folder that cannot be read is reported by `status`, and affects its own source only.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -1,4 +1,8 @@
 //! Views: the source as it was at a checkpoint, as a read-only disk.
+//!
+//! Map and file are passed by descriptor over the source's control socket, so `dsync sync` reads the disk itself, past the page cache,
+//! and never through the server. Readers report what they still need and what they have read; the writer saves nothing else. If the limit
+//! on saved data is reached, the view fails and its reader gets an error; the writer continues.
 
 use std::io;
 use std::ops::Range;

@@ -13,6 +13,11 @@
 //! ```
 //!
 //! The line ends when the last thread of the parent has left the kernel. So nothing is frozen behind the last thaw.
+//!
+//! It runs in its own session and, where that is allowed, in its own control groups (`dsync-thaw`, at the top of the hierarchy), and is
+//! exempt from the OOM killer: `systemctl kill`, `cgroup.kill` and `memory.oom.group` of dsync's service do not reach it. If both
+//! processes are killed by their ids, by their open files (`fuser -k` on the mount), or together with the container whose hierarchy the
+//! group is in, the file system stays frozen until `fsfreeze --unfreeze`. The next sync refuses, and says that.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};

@@ -1,4 +1,11 @@
 //! What only a destination has, and what becomes of that where its user consents to give it up.
+//!
+//! What only a destination has is given up where the loss is known, by both ends: the source's end finds the last epoch in common by the
+//! lives of both, and asks the replica's end, which holds the disk, to give up what was written since (`demote.rs`, `give_up`). That
+//! saves it as a delta if it is to be saved, and makes the disk a replica at that epoch, whose unsure set are the blocks written since.
+//! So what follows is an ordinary tracked delta: what the new source has written since, and the unsure set. A replica that was a source
+//! is promoted for that, and demoted again; where a crash leaves it promoted, the same command finds a source. Where it is not known what
+//! was written, the epoch is unknown too, and all is compared.
 
 use std::path::Path;
 

@@ -1,4 +1,8 @@
 //! The attempts of a mirror: what is tried again when an attempt fails, how soon, and when it is given up.
+//!
+//! A mirror tries again after half a second, and then after pauses that double up to `--rpo` (30 seconds at most); a conversation that
+//! lasted longer than the pause resets them. It retries without limit if a link was cut, the replica's disk or file system is away, or
+//! the source's server stopped; an error that another attempt cannot fix ends it.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};

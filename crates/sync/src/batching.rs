@@ -1,5 +1,11 @@
 //! How long a mirror collects before it sends: adaptive batching, after "A Remote Mirroring Architecture with Adaptively
 //! Cooperative Pipelining" (formulas 1 to 3 there).
+//!
+//! The interval follows both sites: after a batch is sent it moves towards the time that this took, after the
+//! confirmation towards the time that the replica's site took, and it is not shorter than the time a batch is in transit, so the replica
+//! is at most two intervals behind while the link keeps up. A batch is cut earlier if as much was written as both sites can process in an
+//! interval. If the link does not keep up, batches are cut less often, and a block written twice meanwhile is sent once: writers never
+//! wait.
 
 use std::time::Duration;
 

@@ -1,4 +1,10 @@
 //! Packing: the wanted blocks of a view, or the results of a comparison, as the units of a delta.
+//!
+//! **Unreadable blocks** end a sync with an error that names the first one. With `--keep-going` the sync is run again, and its delta
+//! names these blocks: they join the replica's unsure set, and the replica is incomplete until a later delta has written them. Rolling
+//! searches all of the source for moved blocks, so it falls back to a compare then. Blocks that cannot be read at the replica are sent,
+//! whatever they held; the exit code is 1 all the same, because such a disk is failing. Unreadable sectors among those sampled when a
+//! device is opened, or between blocks that are written as one, do not affect a sync.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -2,6 +2,19 @@
 //!
 //! The mark in the lineage comes first: from then on no delta is merged. Then the state of the source is made, whose description is
 //! written last. The same command completes what a crash left in between.
+//!
+//! The replica is opened as by every command, so an interrupted commit is completed first. The mark in the lineage is durable before
+//! anything else (`replica/src/promoted.rs`). Then the state of the source is made (`source/src/succeed.rs`): the id of the source that
+//! the replica followed, a history that begins with the replica's trail and ends in its epoch, an epoch for the moment of the promotion,
+//! whose changes are the replica's unsure set (what batches of a mirror brought further), a clean record, and a stamp. The description
+//! comes last: what a crash leaves before that is not a source, and the same command makes it anew. Before it the lineage notes the state
+//! directory in which the source is made: with another one, the promotion is not taken for interrupted. Nothing of this takes time with
+//! the size of the disk. If the disk was a source before, its old folder is taken over; on the host of a source of the same id, the
+//! folder is named `UUID-TERM`.
+//!
+//! Without `--force` a promotion wants the word of the source that there was no more: `released` in the lineage, with the epoch and the
+//! term. A commit and a promotion clear it. The former source keeps in its own lineage to whom it was given (`sync/src/last_word.rs`),
+//! before it is sent: a second replica at the same epoch is not told.
 
 use std::path::{Path, PathBuf};
 

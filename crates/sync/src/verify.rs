@@ -3,6 +3,25 @@
 //!
 //! A view is taken first. The history holds exactly what changed between the replica's epoch and the view; everything
 //! else must be equal. So a source may be written to meanwhile, and no difference is a false alarm.
+//!
+//! | | sends | leaves the replica at |
+//! | --- | --- | --- |
+//! | `verify` | nothing | its epoch |
+//! | `verify --repair` | what differs and has not changed since | its epoch |
+//! | the same where that is not known, or the replica may be of no single moment | all that differs from the view | the view's epoch |
+//! | `verify --repair --range …` | what differs there and has not changed since | its epoch |
+//!
+//! A replica that other programs have changed is opened for this all the same. If moments of its past are kept, `--repair` looks before
+//! it sends anything: where nothing differs the replica is accepted as it was, under the name that its undo deltas lead from. Blocks that
+//! the source has changed since cannot be compared, so that takes a source without changes, or a file whose mtime is to the nanosecond
+//! what it was: then only its owner, mode or links were changed, or a program wrote to just those blocks and set that time back, and the
+//! next sync overwrites them. Otherwise only a full compare fits it, so `--repair --range` does not repair it; nor one some of whose
+//! blocks may be of another moment than its epoch, because a mirror was ahead or it is a former source. Where there is no source to
+//! compare with, `recover --accept` accepts it by its user's word, if size and mtime are what they were (`replica/src/accept.rs`).
+//!
+//! A repair at the replica's epoch keeps its past: the undo delta from the repaired state is empty, so the way back to earlier moments
+//! leads through what was mended, and never brings the damage back. One that goes to the view gives the past up, and says so: what it
+//! replaces may be damage.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};

@@ -9,6 +9,9 @@
 //!
 //! Where the file cannot be mapped ([`StateFile::map`]), the record is in memory, and [`BitmapFile::sync`] brings it to the file: a file
 //! that *lags*. Of one that was left behind a kill tells no more than a power cut does: what was active is dirty.
+//!
+//! There only what the write-intent log needs durable is brought to the file. So a kill there is like a power cut: regions that were
+//! active count as dirty as a whole.
 
 use std::io;
 use std::ops::{Deref, Range};

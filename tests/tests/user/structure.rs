@@ -1,8 +1,9 @@
 //! The source keeps its shape: the files of a crate import one another in one direction, a function fits on a screen, a struct
-//! has few fields. The code is read as rustfmt leaves it. Tests in it are passed over.
+//! has few fields, and every file of state is in the table of docs/architecture.md. The code is read as rustfmt leaves it. Tests in it
+//! are passed over.
 
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
 
 /// Lines of a function, from its name to its closing brace.
@@ -33,6 +34,70 @@ fn no_struct_has_more_than_fifteen_fields() {
         };
         item[1..].iter().filter(is_field).count()
     });
+}
+
+/// The crates that write into folders of state.
+const STATEFUL: [&str; 6] = ["device", "trackers", "source", "replica", "sync", "link"];
+/// What these name in the same way, and is no file of state: the folder in which the state directory is, a control group, a bookmark,
+/// any name.
+const NO_STATE: [&str; 4] = ["dsync", "dsync-thaw", "extract", "replica"];
+
+#[test]
+fn every_file_of_state_has_a_row_in_the_table_and_no_other_has_one() {
+    let page =
+        std::fs::read_to_string(dsync_tests::repository().join("docs/architecture.md")).expect("the page");
+    let (_, table) = page.split_once("\n## Files of state\n").expect("the table");
+    let table = table.split("\n## ").next().unwrap_or_default();
+    let cells = table.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+    let paths = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2));
+    // What is written large, or hidden, stands for names that are no constants.
+    let rows = paths.flat_map(|path| path.split('/')).filter(|name| name.starts_with(char::is_lowercase));
+    let rows: BTreeSet<&str> = rows.map(|name| name.trim_end_matches(".new")).collect();
+    let sources = crates().into_iter().flatten();
+    let names: BTreeSet<String> = sources.flat_map(|source| state_names(&source)).collect();
+    let is = |row: &str, name: &str| row == name || name.ends_with('-') && row.starts_with(name);
+    let missing: Vec<_> = names.iter().filter(|name| !rows.iter().any(|row| is(row, name))).collect();
+    assert!(missing.is_empty(), "without a row in \"Files of state\" of docs/architecture.md: {missing:?}");
+    let stale: Vec<_> = rows.iter().filter(|row| !names.iter().any(|name| is(row, name))).collect();
+    assert!(
+        stale.is_empty(),
+        "in \"Files of state\" of docs/architecture.md, and nowhere in the code: {stale:?}"
+    );
+}
+
+/// The names of files and folders in a source: constants, and what is joined to a path, opened, or followed by an id.
+fn state_names(source: &Source) -> Vec<String> {
+    let krate = source.path.iter().nth(1).and_then(|name| name.to_str()).unwrap_or_default();
+    let mut found = Vec::new();
+    if !STATEFUL.contains(&krate) {
+        return found;
+    }
+    let lines = source.code.lines().filter(|line| !line.trim_start().starts_with("//"));
+    let code = lines.collect::<Vec<_>>().join("\n");
+    // The others look into /sys and /proc.
+    let joins = ["source", "sync", "link"].contains(&krate);
+    // Devices are named so, not files.
+    let ids = krate != "device";
+    let ways = [
+        (true, ": &str = \"", "\";"),
+        (joins, ".join(\"", "\")"),
+        (true, ".open(\"", "\","),
+        (true, ".read(\"", "\")"),
+        (true, ".write(\"", "\","),
+        (true, ".remove(\"", "\")"),
+        (ids, "format!(\"", "{"),
+    ];
+    for (_, before, behind) in ways.into_iter().filter(|(here, ..)| *here) {
+        for (at, _) in code.match_indices(before) {
+            let rest = &code[at + before.len()..];
+            let name = rest.split(|c: char| !c.is_ascii_lowercase() && c != '-').next().unwrap_or_default();
+            let is_name = name.starts_with(char::is_lowercase) && (behind != "{" || name.ends_with('-'));
+            if is_name && rest[name.len()..].starts_with(behind) && !NO_STATE.contains(&name) {
+                found.push(name.to_owned());
+            }
+        }
+    }
+    found
 }
 
 /// Fails for every item of a kind whose size is over the bound without a reason, or within the bound with one.

@@ -10,6 +10,17 @@
 //!
 //! Memory at the source: the index, up to eight chunks of 4 MiB per core, and, in place, 150 bytes for each token of a
 //! window (80 MiB for a full one). At the destination: eight chunks per core.
+//!
+//! - *journal*, *reflink*: copies read the old content, so the delta ascends like any other. The result of a copy is stored in the
+//!   journal as data: merging again is harmless, and an interrupted transfer resumes. In a clone, a result that is aligned to blocks of
+//!   the file system is shared with the old file, checked and not written.
+//! - *in place*: copies are the nodes of a graph, with an edge from each to those that overwrite what it reads, and are made in
+//!   topological order; the smallest part of a cycle is sent instead. What is sent is written after all copies of its window (half a
+//!   million tokens). After an interruption the content is not known: the replica is incomplete, and the next sync compares it.
+//!
+//! The block size is the power of two at or above the square root of the size, from 512 bytes to 128 KiB. The source holds 29 to 45 bytes
+//! per block: 6 MiB for a GiB in blocks of 8 KiB, 360 KiB per GiB of a disk of 16 GiB or more. Of the sums of a block 12 bytes are
+//! strong: a block that is in place is accepted by 96 bits of a hash whose key was not known when the content was written.
 
 mod index;
 mod order;

@@ -4,6 +4,10 @@
 //!
 //! Threads of the link do this, so the layers above may be busy for as long as they like. Intervals are counted, not measured:
 //! a process that was itself stopped for a while receives what has arrived meanwhile before it decides.
+//!
+//! To cut the link also ends any read or write that waits on it and any reading of a disk for the peer, and releases the replica and the
+//! source: so it is with a host that is switched off, of which no word comes. It takes a quarter of the timeout more at most. No listener
+//! waits for a lock for a peer: `--wait` is the peer's own, and ends with it.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,8 @@
 //! The client: connects to a listener, and opens a session of as many connections as the distance needs.
+//!
+//! The number of connections follows the distance: one for every 20 ms that it took to make the first one, which is one round trip, and 8
+//! at most; `--connections` sets another number. At the kernel's usual send buffer of 4 MiB a connection carries 1 Gbit/s over 20 ms, but
+//! 130 Mbit/s over 150 ms. Where one is enough, more of them only cost processor time.
 
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::thread;

@@ -3,6 +3,21 @@
 //! A mirror begins with a sync, and continues with batches: parts of an epoch, each bound to the state that the previous one leaves
 //! at the replica. What was sent and is not confirmed is remembered, so that after a link broke the next batch includes what
 //! did not arrive. After any other failure, a sync finds what the replica lacks in the source's history.
+//!
+//! `dsync mirror` follows the served disk, syncs, and continues with **batches**: parts of an epoch. Besides its record, the tracked disk
+//! has one bitmap in memory for each mirror (`trackers/src/tracked.rs`, `Follower`). A batch takes it and publishes a fresh one together
+//! with a view, in one step at the gate, as a checkpoint does with the record: so the batch is what was written between two moments, and
+//! the view shows the second. Nothing is made durable at the source: the record still has all of it. From time to time (`--epoch`) the
+//! cut is a checkpoint as well, and the replica is at an epoch.
+//!
+//! What was just written is read from the page cache, frame by frame; workers compress; frames are sent in order; the other side appends
+//! them to the journal, decompresses and verifies them, and at the trailer syncs the journal: that commits the batch, and confirms it.
+//! Then it is written to the destination. All these are stages of one pipeline (`sync/src/pipeline.rs`) in which several batches may be
+//! in progress; the number of workers follows the measured load.
+//!
+//! If the name of the replica's state is not known (another process, a restarted server, another command that changed the replica), a
+//! sync finds what it lacks since its epoch, which is at least what it lacks since its last batch. What is in a batch is not recorded at
+//! the source; the replica's unsure set has that.
 
 mod epoch_hook;
 mod followed_source;

@@ -6,6 +6,19 @@
 //! There are two records. One is in use; the other is clean, or holds what the last checkpoint returned and was not
 //! released. So a process that dies in between leaves nothing ambiguous: whatever either record has
 //! was written since the last release.
+//!
+//! - **Two records.** One is in use; the other is clean, or holds what the last checkpoint returned and was not released. A checkpoint
+//!   puts the other one in use; the kernel returns from that when no program works with the old one. They have the layout of a `Bitmap`,
+//!   summary included, and are mapped: the cost of each step is proportional to the changes.
+//! - **Writes in flight** are kept in a table, by bio, from queueing to completion. After the swap every entry is marked in the new
+//!   record too. Request-based disks complete in `block_rq_complete`, all others in `block_bio_complete`. Part of a split bio may
+//!   complete after the rest, so the table has the whole bio.
+//! - **The record is lost** after: a full table, a missed event, a completion without a start (the write began before the tracking), a
+//!   pin or a link that is missing or replaced, another disk under the same number, another size, another boot.
+//! - **Partitions** are tracked by sectors of the whole disk.
+//!
+//! Not detected: commands that bypass the block layer (SG_IO, NVMe passthrough), and writers on other hosts. With request-based
+//! multipath, track the multipath device.
 
 mod disk;
 mod load;

@@ -4,6 +4,12 @@
 //! Writes in between are detected by: within one boot, the disk's count of sectors written; in a new boot,
 //! that count from zero; and, since another system may have had the disk, a fingerprint of the places that every
 //! mount changes, on the disk and each of its partitions.
+//!
+//! `dsync-track@.service` saves the record after the last unmount and restores it before the first mount (a tracker of a disk that was
+//! detached since is replaced by a new one). It is trusted if the disk's count of written sectors and a fingerprint of what every mount
+//! changes show no write in between. The fingerprint covers the first and the last MiB of the disk and of its partitions. Writes through
+//! LVM, LUKS, md, bcache, ZFS and swap leave no trace there, so if one of their signatures is found, no record is trusted after a reboot.
+//! A write to the middle of a raw disk by another system, one that does not run this service, is not detected.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

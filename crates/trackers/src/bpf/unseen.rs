@@ -1,4 +1,10 @@
 //! Devices whose content can change without a tracepoint of the block layer: the tracker would miss these changes.
+//!
+//! Refused, since the tracker would miss writes: zoned disks; disks that can be written to as memory (`queue/dax` is 1: pmem,
+//! virtio-pmem, mapped devices over them), mounted with DAX or not, since a single file may be switched to it at any time; brd, zram,
+//! pmem and btt on kernels whose block devices have `rw_page` (until Linux 6.2; the kernel's type information shows it), through which
+//! swap, FAT and other file systems write single pages without a bio. A device-mapper device with dm-track over such a disk offers
+//! neither DAX nor `rw_page`, and can be tracked.
 
 use std::path::Path;
 
