@@ -14,8 +14,8 @@ rm -f "$DSYNC_TEST_TIMES"
 # command while there are tests to be built.
 "$cargo" build --workspace --all-targets || exit
 built=$(date +%s)
-# Most tests wait, for a disk, a link or a guest: with one test for each core, the cores would be idle most of the time.
-export DSYNC_BIN="$target/debug/dsync" RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc) + 1))}"
+# Most tests wait, for a disk, a link or a guest.
+export DSYNC_BIN="$target/debug/dsync" RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 1))}"
 { "$cargo" test --workspace --no-fail-fast 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
 code=$(cat "$target/test-code")
 # Again at the end, where it is found, and where a log that was cut still has it.
