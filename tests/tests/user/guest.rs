@@ -1,5 +1,6 @@
 //! A Linux guest writes to a disk that dsync serves, and the disk is synced meanwhile.
 
+use std::path::Path;
 use std::time::Duration;
 
 use dsync_tests::guest::{self, Guest};
@@ -151,8 +152,11 @@ fn a_replica_on_fat_is_the_same_after_each_mount() {
     }
     let site = Site::new();
     let program = dsync_tests::site::binary();
+    let name = program.file_name().expect("a file").to_string_lossy();
     let guest = Guest::boot(&guest::Options {
-        script: format!("DSYNC={}\n{FAT}", program.display()),
+        script: format!("DSYNC=/mnt/{name}\n{FAT}"),
+        // The guest has a /tmp of its own, where the program may lie.
+        share: program.parent().map(Path::to_path_buf),
         disks: vec![site.image("fat.raw", 16 * MIB).display().to_string()],
         modules: ["nls_cp437", "nls_ascii", "vfat"].map(str::to_owned).into(),
         ..Default::default()
