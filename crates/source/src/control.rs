@@ -785,15 +785,20 @@ mod tests {
     use super::*;
     use crate::{SourceOptions, StateDir};
 
-    /// The server writes an epoch to the history first, and takes its time to make that durable.
-    #[test]
-    fn what_was_lost_before_an_epoch_that_is_being_recorded_is_not_lost_after_it() {
+    fn served() -> (Arc<Source>, ControlServer, tempfile::TempDir) {
         let temp = tempfile::tempdir().unwrap();
         let image = temp.path().join("vm.raw");
         std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
         let state = StateDir::find(Some(&temp.path().join("state")));
         let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
-        let _server = ControlServer::start(source.clone()).unwrap();
+        let server = ControlServer::start(source.clone()).unwrap();
+        (source, server, temp)
+    }
+
+    /// The server writes an epoch to the history first, and takes its time to make that durable.
+    #[test]
+    fn what_was_lost_before_an_epoch_that_is_being_recorded_is_not_lost_after_it() {
+        let (source, _server, _temp) = served();
         let lost = || {
             let history = History::read(source.folder()).unwrap();
             crate::lost(source.folder().path(), source.about(), &history).unwrap()
@@ -815,12 +820,7 @@ mod tests {
     /// A server that ends a connection by itself: nothing may be overwritten unsaved while its reader trusts the view.
     #[test]
     fn a_reader_is_told_before_its_views_are_let_go() {
-        let temp = tempfile::tempdir().unwrap();
-        let image = temp.path().join("vm.raw");
-        std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
-        let state = StateDir::find(Some(&temp.path().join("state")));
-        let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
-        let _server = ControlServer::start(source.clone()).unwrap();
+        let (source, _server, _temp) = served();
         for _ in 0..20 {
             let client = Client::connect(source.folder().path()).unwrap().unwrap();
             // Many, so that releasing them takes time.
