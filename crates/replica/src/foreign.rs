@@ -19,7 +19,8 @@
 //! # What is checked, and what is not noticed
 //!
 //! Before each commit and each batch the file is checked: if its inode, size or change time differ from how dsync left it, nothing is
-//! committed over it. It is checked once more when the note has been written, and after the flush that ends a mirror's batches. The next
+//! committed over it. On a file system that gives files other inodes at each mount (FAT, exFAT, FUSE, SMB) another inode alone does not
+//! count: size and times tell. It is checked once more when the note has been written, and after the flush that ends a mirror's batches. The next
 //! process to open the replica decides by the note:
 //!
 //! | what was in progress | the note | the file is trusted if its change time is |
@@ -38,10 +39,8 @@
 //! was on a very busy machine and the last write ended more than a second later. A note that cannot be written for another reason ends
 //! the command before its first write.
 //!
-//! A block device has no times, but the kernel counts the sectors written to it, and, for a partition, those written to its disk outside
-//! all partitions. The count is read wherever a file's times are, also between two batches, after the page cache of the device has been
-//! written out. The note records it: at rest, nothing may have been written since; after own writes, or a kill during them, no more than
-//! had been handed to the device by then. Not detected: a write by another program during own ones that is smaller than what a kill kept
+//! Of a partition the kernel's count includes what was written to its disk outside all partitions. The count is read wherever a file's
+//! times are, also between two batches, after the page cache of the device has been written out. Not detected: a write by another program during own ones that is smaller than what a kill kept
 //! from being written or than the allowance for zeroed ranges (the kernel may count these up to three times), and all that happened while
 //! there was no count: before a power cut or reboot that followed the kill, while the disk was detached, by another host, beneath the
 //! device, or with `queue/iostats` at 0.
