@@ -6,7 +6,7 @@
 //!
 //! # Which disk
 //!
-//! A device has no times, and any disk may be attached under its name. So the state of its replica is kept under an identifier of the
+//! Any disk may be attached under a device's name. So the state of its replica is kept under an identifier of the
 //! disk (WWN and serial numbers, a device-mapper UUID or name, the file and part behind a loop device, a
 //! partition's place on its disk; the kernel's name only if none of these is known), and disks that alternate under one name each have
 //! their own. State that was kept under the kernel's name is moved when it is opened. The lineage records how the device was left:

@@ -1,10 +1,9 @@
 //! What a disk is stored on: the file behind a loop device, the disk of a partition, the disks under a mapped device, the device of
 //! a file's file system. Two paths may lead to one storage in many ways; along these chains they meet.
 //!
-//! The source tells the replica's side what it is stored on: the file behind a loop device, a partition's disk,
-//! the disks under a mapped device, the device of a file's file system. If both sides run under one kernel and these chains share bytes,
-//! or one end is stored on the other, the destination is refused. Not detected: two device-mapper or md devices over the same part of one
-//! disk, and a loop device whose file has no name here any more.
+//! The source tells the replica's side what it is stored on. If both sides run under one kernel and these chains share bytes, or one end
+//! is stored on the other, the destination is refused. Not detected: two device-mapper or md devices over the same part of one disk, and
+//! a loop device whose file has no name here any more.
 
 use std::ops::Range;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};

@@ -1,9 +1,8 @@
 //! The replicas that this host has, as far as that is written down: those on devices have their state in one folder, and the others
 //! are in a list, because their state is beside them. For looking only: nothing here takes a lock, and a sync may go on meanwhile.
 //!
-//! A host lists the replicas that are written to there, in `known-replicas` of the state directory, because the state of a file is kept
-//! beside it. `status --check` judges them from what is written down: a replica that is opened is locked, and
-//! refuses a sync. What never began is written down nowhere but in the job that is to make it: so it reads the jobs, too, and looks for
+//! The list is `known-replicas` of the state directory. `status --check` judges replicas from what is written down: one that is opened is
+//! locked, and refuses a sync. What never began is written down nowhere but in the job that is to make it: so it reads the jobs, too, and looks for
 //! each of their copies among the bookmarks (`dsync/src/job_copies.rs`). Of a replica that this host fetches, the other host may be gone:
 //! how the runs of the job ended is kept in `STATE/fetches`.
 

@@ -1,7 +1,6 @@
 //! Rewinding: a replica goes back to an earlier moment by the undo deltas since, as one delta that is committed like any other.
 //!
-//! `dsync rewind` combines the undo deltas on the way to a moment into one (`delta/src/combine.rs`; the earlier
-//! content wins, as it comes later on the way), and commits that like any other: journal, undo delta, seal, merge. The state has its old
+//! The undo deltas are combined by `delta/src/combine.rs`: the earlier content wins, as it comes later on the way. The state has its old
 //! name again, so moments before it remain reachable, and those after it through the undo delta of the rewind. The next sync goes on from
 //! the epoch that the replica is at. Where a mirror had brought the replica ahead of its epoch, the undo delta of the rewind leads to
 //! that state as to a moment: with the mark of a batch, so that on the way forth all that it writes, which is at least what differs from

@@ -10,7 +10,7 @@
 //! | the source could not read it | a record *unsure* of a delta | any delta has written it |
 //! | others were seen to write to the device: every block | `Replica::notice` | all of it was compared |
 //!
-//! The set is a bitmap in a file of its own, which the lineage names; a commit writes the next one first. Within a mirror's journal it is
+//! The set is a bitmap; a commit writes the next one first. Within a mirror's journal it is
 //! in memory: recovery makes it again from the batches that the journal holds. Room for it is reserved before a journal is sealed. The
 //! source hears it with the status (`sync/src/messages.rs`) and adds it to what changed (`plan::tracked`), so no comparison is needed;
 //! such a delta is bound to the replica's state. A delta made without that knowledge, of `extract`, takes out of the set what it writes

@@ -9,9 +9,7 @@
 //! periods; meanwhile `rcu_expedited` is on, without which they take most of the time. If a freeze took longer than its limit or ended
 //! early, the sync fails.
 //!
-//! A peer of `dsync send --offer` could ask for one freeze after another. So those for peers take a tenth of the time at most: a file
-//! system that any dsync of this host has frozen rests for nine times as long as that lasted, and a peer that asks meanwhile is told that
-//! the source is in use. Until when is in a file for each file system in `/run/dsync/rests`, so that two listeners share the tenth.
+//! A peer of `dsync send --offer` gets no more freezes than `rests.rs` allows.
 //!
 //! A file system that is mounted in another mount namespace only, or that was unmounted lazily and is still in use, cannot be frozen from
 //! here. The mount tables of all processes and `/sys/fs` (ext4, XFS, Btrfs, F2FS) show it, and the sync refuses unless `--freeze never`

@@ -1,6 +1,6 @@
 //! What only a destination has, and what becomes of that where its user consents to give it up.
 //!
-//! What only a destination has is given up where the loss is known, by both ends: the source's end finds the last epoch in common by the
+//! It is given up where the loss is known, by both ends: the source's end finds the last epoch in common by the
 //! lives of both, and asks the replica's end, which holds the disk, to give up what was written since (`demote.rs`, `give_up`). That
 //! saves it as a delta if it is to be saved, and makes the disk a replica at that epoch, whose unsure set are the blocks written since.
 //! So what follows is an ordinary tracked delta: what the new source has written since, and the unsure set. A replica that was a source

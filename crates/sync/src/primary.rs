@@ -1,8 +1,7 @@
 //! Two sources of one id: a disk that was meant as a destination, and is the same source itself.
 //!
-//! A destination that is the same source itself, by its folder or by its lineage, says so instead of a status, whatever it is opened for;
-//! the plan refuses it before anything is written, with both terms, the epoch in common, and what was written on either side since
-//! (`sync/src/plan.rs`, `refuse_diverged`; `sync/src/primary.rs`). So is a replica that is ahead, or forked, or of which no life is known
+//! Such a destination, by its folder or by its lineage, says so instead of a status, whatever it is opened for; the plan refuses it before
+//! anything is written, with both terms, the epoch in common, and what was written on either side since (`plan.rs`, `refuse_diverged`). So is a replica that is ahead, or forked, or of which no life is known
 //! to be in both, whatever the method: only `--adopt` overwrites it. `merge` refuses a replica that batches of a mirror brought to a
 //! point that is not on the delta's path. `serve` and `track` do not find a lineage in a `--journal-dir`.
 

@@ -4,8 +4,7 @@
 //! at the replica. What was sent and is not confirmed is remembered, so that after a link broke the next batch includes what
 //! did not arrive. After any other failure, a sync finds what the replica lacks in the source's history.
 //!
-//! `dsync mirror` follows the served disk, syncs, and continues with **batches**: parts of an epoch. Besides its record, the tracked disk
-//! has one bitmap in memory for each mirror (`trackers/src/tracked.rs`, `Follower`). A batch takes it and publishes a fresh one together
+//! Besides its record, the tracked disk has one bitmap in memory for each mirror (`trackers/src/tracked.rs`, `Follower`). A batch takes it and publishes a fresh one together
 //! with a view, in one step at the gate, as a checkpoint does with the record: so the batch is what was written between two moments, and
 //! the view shows the second. Nothing is made durable at the source: the record still has all of it. From time to time (`--epoch`) the
 //! cut is a checkpoint as well, and the replica is at an epoch.
