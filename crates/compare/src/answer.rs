@@ -13,7 +13,7 @@ use crate::{DIGEST, DigestReport, Scope, in_order, workers};
 /// Reports the digests of the ranges of a scope on `disk`, in order.
 ///
 /// # Errors
-/// Those of the disk and of `say`; `InvalidData` for an invalid scope.
+/// If the disk or `say` fails; `InvalidData` for an invalid scope.
 pub fn answer(
     disk: &Arc<dyn Disk>,
     scope: &Scope,
@@ -56,10 +56,10 @@ pub fn answer(
     )
 }
 
-/// The same from known digests of blocks, without reading the disk.
+/// Reports the digests of the ranges of a scope, in order, from known digests of blocks: no disk is read.
 ///
 /// # Errors
-/// Those of both functions; `InvalidData` for an invalid scope.
+/// If one of the functions fails; `InvalidData` for an invalid scope.
 pub fn answer_from(
     mut digests: impl FnMut(Range<u64>) -> io::Result<Vec<u8>>,
     scope: &Scope,

@@ -45,7 +45,7 @@ pub enum Finding<'a> {
 pub struct Held {
     /// All of them.
     pub bytes: u64,
-    /// Those of blocks in which the source differs.
+    /// Bytes of those blocks that differ from the source.
     pub differing: u64,
 }
 
@@ -98,7 +98,7 @@ enum Verdict {
 /// are passed on as [`Finding::Between`].
 ///
 /// # Errors
-/// Those of the disk and of the functions; `InvalidData` if the reports do not cover the scope without a gap.
+/// If the disk or one of the functions fails; `InvalidData` if the reports do not cover the scope without a gap.
 pub fn differences(
     disk: &Arc<dyn Disk>,
     scope: &Scope,

@@ -27,7 +27,7 @@ impl Encoder {
     /// Encodes the next frame. Its data moves into the unit's body, unless it is compressed.
     ///
     /// # Errors
-    /// Those of a frame that no delta, or not this one, may have at this place.
+    /// If no delta, or not this one, may have the frame at this place.
     pub fn frame(&mut self, frame: Frame) -> Result<Unit> {
         let encoded =
             encode_frame(self.ledger.stream, self.ledger.totals().frames, frame, self.compressor.as_mut())?;

@@ -195,9 +195,9 @@ impl Decompressor {
 pub(crate) struct Facts {
     pub sequence: u64,
     pub hash: [u8; 16],
-    /// Of the first record.
+    /// Where the first record begins.
     pub start: u64,
-    /// The highest end.
+    /// The highest end of a record.
     pub end: u64,
     /// The first record that does not lie behind the one before.
     pub disorder: Option<Record>,
@@ -285,7 +285,7 @@ pub struct Decoded {
 /// Data that is not compressed is not copied, it moves.
 ///
 /// # Errors
-/// Those of a frame that no delta may have.
+/// If no delta may have the frame.
 pub fn encode_frame(
     stream: Uuid,
     sequence: u64,
@@ -322,7 +322,7 @@ pub fn encode_frame(
 /// Data that is not compressed is not copied, it moves.
 ///
 /// # Errors
-/// Those of a frame that is damaged, or not the one expected.
+/// If the frame is damaged, or not the one expected.
 pub fn decode_frame(
     stream: Uuid,
     sequence: u64,

@@ -22,7 +22,7 @@ impl Bell {
     /// Waits until `listener` has a client or the bell is rung; true if it is the client alone.
     ///
     /// # Errors
-    /// Those of poll(2).
+    /// If poll(2) fails.
     pub fn wait_for_client(&self, listener: impl AsFd) -> io::Result<bool> {
         loop {
             let mut fds = [PollFd::new(&listener, PollFlags::IN), PollFd::new(&self.0, PollFlags::IN)];

@@ -78,7 +78,7 @@ pub trait StateFile: Send + Sync {
     fn write_back(&self, _offset: u64, _len: u64) {}
     /// Drops what the page cache holds of a range that is durable already. A hint.
     fn uncache(&self, _offset: u64, _len: u64) {}
-    /// The same file as a disk that is written past the page cache, in whole pages. `None` where that is not supported.
+    /// The file as a disk that is written past the page cache, in whole pages. `None` where that is not supported.
     fn past_cache(&self) -> Option<Arc<dyn Disk>> {
         None
     }

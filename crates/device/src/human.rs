@@ -21,7 +21,7 @@ pub fn human_size(bytes: u64) -> String {
     }
 }
 
-/// The same, with the number of bytes if three digits are not exact: different sizes never look equal.
+/// A size with three digits, and with the number of bytes if those are not exact: different sizes never look equal.
 pub fn exact_size(bytes: u64) -> String {
     let unit = (bytes.max(1).ilog2() / 10 * 10).min(60);
     // Three digits are exact for hundreds of units, and for halves and quarters.

@@ -1497,7 +1497,7 @@ impl Receive {
 }
 
 impl Send {
-    /// The same.
+    /// True if it accepts peers over TLS, false if it talks to one over standard input and output.
     pub(crate) fn listens(&self) -> bool {
         self.listen.listen.is_some() || !self.offer.is_empty()
     }

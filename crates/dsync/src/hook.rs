@@ -40,7 +40,7 @@ pub(crate) struct Hook {
     limit: Duration,
     environment: [(&'static str, String); 2],
     running: Mutex<Option<Running>>,
-    /// Waits for the end of the one before.
+    /// Waits for the end of the command of the sync before.
     ending: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -148,7 +148,7 @@ impl Hook {
         ending.map(JoinHandle::join);
     }
 
-    /// The same without waiting for the hook's end: what is sent next goes on meanwhile.
+    /// Tells the hook that the sync has ended and, unlike [`Hook::end`], does not wait for its exit: what is sent next goes on meanwhile.
     pub(crate) fn end_later(self: &Arc<Hook>, done: bool, output: &Output) {
         // One that gets ready is of the next cut.
         let Ok(Some(running)) = self.running.try_lock().map(|mut slot| slot.take()) else { return };
@@ -173,7 +173,7 @@ impl Hook {
     }
 }
 
-/// Of an image that is tracked by clones.
+/// The hook around the clone of an image that is tracked by clones.
 impl Around for Hook {
     fn before(&self) -> Result<(), String> {
         CutHook::before(self).map_err(|error| error.to_string())

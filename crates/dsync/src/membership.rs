@@ -63,7 +63,7 @@ impl Group {
         output.say(&format!("  in group {}, {at}", self.name));
     }
 
-    /// As the end of a sentence about a replica.
+    /// The membership, as the end of a sentence about a replica.
     pub(crate) fn told(&self) -> String {
         match (self.epoch, self.at_it) {
             (None, _) => format!("in group {}, before its first common epoch", self.name),
@@ -132,7 +132,7 @@ pub(crate) fn apart(replicas: &[KnownReplica], state: &StateDir) -> Vec<Apart> {
 /// How long the commit of the last replica of a group may come after that of the first.
 const COMMITTING: Duration = Duration::from_secs(2);
 
-/// The same of one group, as far as it can be looked at: what cannot is reported by itself.
+/// Why the replicas of one group could not take over together, and whether a part was promoted. One that cannot be read is reported by itself.
 fn parted(dir: &Path, folder: &Path, state: &StateDir) -> Option<(String, bool)> {
     let intent = Intent::read(&device::Dir::existing(folder).ok()?).ok()??;
     let options = sync::open_options(None, state);

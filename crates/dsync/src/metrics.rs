@@ -22,7 +22,7 @@ use crate::unix_socket::{self, SocketFile};
 
 /// How long a client may take for its request, and for the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Clients at once. A scrape takes milliseconds: who is cut off is silent.
+/// Clients at once. A scrape takes milliseconds: a client that is cut off has sent nothing.
 const PLACES: usize = 32;
 /// The longest request.
 const REQUEST_MAX: usize = 8 << 10;
@@ -64,7 +64,7 @@ pub(crate) fn serve(address: Option<&Address>, state: &StateDir, output: &Output
 
 /// A connection.
 trait Client: Read + Write + Send + Sized + 'static {
-    /// The same connection once more.
+    /// A second handle to the connection.
     fn again(&self) -> io::Result<Self>;
     /// Closes it, also while another thread waits for it.
     fn cut(&self);

@@ -231,7 +231,7 @@ impl fmt::Display for Name {
     }
 }
 
-/// The same of the present state and of earlier ones, the latest first. `list` is the command that lists them.
+/// Picks the moment named `to`: its index in `moments`, the latest first; `None` is the present one. `list` is the command that lists them.
 pub(crate) fn pick(
     to: &str,
     present: &Point,

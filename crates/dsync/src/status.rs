@@ -35,7 +35,7 @@ pub(crate) struct SourceStatus {
     began: Option<u64>,
     pub block_size: u32,
     pub size: Option<u64>,
-    /// The same, or what it was when it was last seen.
+    /// The size that its server offers, else that of its disk, else the one when it was last seen.
     #[serde(skip)]
     pub tracked: u64,
     /// The last epoch.
@@ -545,7 +545,7 @@ struct ReplicaStatus {
     /// Where its source is.
     #[serde(skip)]
     origin: Option<String>,
-    /// Who reads it at a moment.
+    /// Its readers at moments.
     readers: Vec<replica::Reader>,
     /// A verification found that it differed from its source.
     verdict: Option<replica::Verdict>,
@@ -712,7 +712,7 @@ fn say_former_sources(status: &ReplicaStatus, state: &StateDir, output: &Output)
     Ok(())
 }
 
-/// Prints how a replica is, and who reads it.
+/// Prints the state of a replica, and its readers.
 fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, output: &Output) {
     let (at, size) = (status.told(), units::size(status.size));
     output.say(&format!("replica {}: {at}, {size}", status.path.display()));
@@ -746,7 +746,7 @@ pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     Ok(missing_replica(path, state)?.unwrap_or_else(unknown))
 }
 
-/// The same of a replica that is known, and not there.
+/// The message for a path at which a replica is known and missing; `None` if none is known there.
 fn missing_replica(path: &Path, state: &StateDir) -> Result<Option<String>> {
     let name = path.display().to_string();
     let listed = local::path_of(&name)?;

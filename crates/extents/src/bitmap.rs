@@ -67,7 +67,7 @@ impl Bitmap {
         Bitmap { storage: storage.unwrap_or_else(|| handle_alloc_error(layout)), blocks }
     }
 
-    /// The same where the program goes on without it.
+    /// A clean bitmap, or an error where [`Bitmap::new`] would end the program.
     ///
     /// # Errors
     /// If the system refuses the address space.

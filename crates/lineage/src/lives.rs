@@ -81,7 +81,7 @@ impl Lives {
         Lives { steps, whole }
     }
 
-    /// The same with a life that begins where it ends. Those in which nothing was committed go: a server that is started again and again
+    /// The lives with another that begins where they end. Those in which nothing was committed go: a server that is started again and again
     /// makes no long path.
     pub fn and(&self, life: Uuid) -> Lives {
         let mut steps: Vec<Point> = [Point { life, n: 0 }].into_iter().chain(self.steps().copied()).collect();
@@ -90,7 +90,7 @@ impl Lives {
         Lives { steps, whole }
     }
 
-    /// The same, further in its last life: to number `n`, unless it goes further already.
+    /// Takes the last life to number `n`, unless it goes further already.
     pub fn reaching(mut self, n: u64) -> Lives {
         if let Some(last) = self.steps.first_mut() {
             last.n = last.n.max(n);

@@ -28,7 +28,7 @@ pub struct Pin {
     pub key: Key,
     /// Until when, in seconds since 1970; `None` forever.
     pub expires: Option<u64>,
-    /// What for.
+    /// What it is trusted for.
     #[serde(rename = "for")]
     pub roles: Roles,
 }
@@ -62,7 +62,7 @@ impl Keys {
         Keys { folder: folder.into(), command: "dsync key".into() }
     }
 
-    /// The same, where they are not those of the usual state directory: messages name the command with this option.
+    /// For keys that are not in the usual state directory: messages name the command with this option.
     #[must_use]
     pub fn with_option(self, option: &str) -> Keys {
         Keys { command: format!("dsync {option} key").into(), ..self }

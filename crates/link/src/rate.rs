@@ -35,7 +35,7 @@ impl Pace {
     }
 }
 
-/// As the number that it is now.
+/// Written as the number that it is now.
 impl Serialize for Pace {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         self.get().serialize(serializer)
@@ -85,10 +85,10 @@ impl Rate {
         let _ = self.wait_while(|| Ok::<_, std::convert::Infallible>(()));
     }
 
-    /// The same, as long as the other side may still want it.
+    /// Sleeps until more may pass, as long as the other side may still want it: `wanted` is asked several times a second.
     ///
     /// # Errors
-    /// Those of `wanted`, which is asked several times a second.
+    /// If `wanted` fails.
     pub fn wait_while<E>(&mut self, wanted: impl Fn() -> Result<(), E>) -> Result<(), E> {
         loop {
             let (now, per_second) = (Instant::now(), self.pace.get());

@@ -19,7 +19,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// The same for text of several lines.
+/// A text of several lines that cannot affect a terminal or a log: each line is made [`printable`].
 pub fn printable_lines(text: &str) -> String {
     let line = |line: &str| {
         let end = if line.ends_with('\n') { "\n" } else { "" };

@@ -169,7 +169,7 @@ pub(crate) struct Applier {
 }
 
 impl Applier {
-    /// For a disk whose content ends at `known`: beyond, what no record names becomes zero. A `blank` disk reads as zeroes
+    /// An applier for a disk whose content ends at `known`: beyond, what no record names becomes zero. A `blank` disk reads as zeroes
     /// everywhere, and making zeroes costs nothing.
     pub(crate) fn new(disk: Arc<dyn Disk>, known: u64, blank: bool) -> io::Result<Applier> {
         let queue = disk.clone().queue(DEPTH)?;
@@ -191,7 +191,7 @@ impl Applier {
         })
     }
 
-    /// For a delta whose records are in any order: nothing between them is filled.
+    /// An applier for a delta whose records are in any order: nothing between them is filled.
     pub(crate) fn scattered(disk: Arc<dyn Disk>) -> io::Result<Applier> {
         Ok(Applier { scattered: true, ..Applier::new(disk, u64::MAX, false)? })
     }
@@ -238,7 +238,7 @@ impl Applier {
         self.frame_of_copies(frame)
     }
 
-    /// The same for what comes out of [`crate::copies`]: a copy that is still in it was carried out already.
+    /// Applies a frame that comes out of [`crate::copies`]: a copy that is still in it was carried out already.
     pub(crate) fn frame_of_copies(&mut self, frame: Frame) -> io::Result<()> {
         self.sound()?;
         let Frame { records, data } = frame;
@@ -503,7 +503,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Whatever the shape, and in whatever order the disk completes: the same as one write after the other.
+        /// Whatever the shape, and in whatever order the disk completes, the result is that of one write after the other.
         #[test]
         fn frames_are_applied_as_they_say(
             records in records(),

@@ -28,7 +28,7 @@ pub(crate) enum Trouble {
 
 /// A frame on its way out.
 struct Job {
-    /// As they came in.
+    /// The records as they came in.
     records: Vec<Record>,
     /// `None` while it is read.
     data: Option<Buf>,
@@ -41,9 +41,9 @@ pub(crate) struct Copies {
     jobs: VecDeque<Job>,
     /// The token of the first job.
     first: u64,
-    /// So many of the first jobs are read or on their way.
+    /// How many of the first jobs are read or on their way.
     begun: usize,
-    /// Bytes of these.
+    /// Bytes of the jobs that are read or on their way.
     bytes: usize,
     /// Lets the place that is written to share what is copied.
     sharing: Option<Sharing>,
@@ -54,14 +54,14 @@ pub(crate) struct Copies {
 }
 
 impl Copies {
-    /// Of what `disk` holds.
+    /// Copies of what `disk` holds.
     pub(crate) fn new(disk: &Arc<dyn Disk>) -> io::Result<Copies> {
         let queue = disk.clone().queue(DEPTH)?;
         let (disk, jobs) = (disk.clone(), VecDeque::new());
         Ok(Copies { disk, queue, jobs, first: 0, begun: 0, bytes: 0, sharing: None, failed: false, read: 0 })
     }
 
-    /// The same, but what can be shared is, and remains a copy in the frames that come out: carried out already.
+    /// Lets `sharing` share what can be shared, which remains a copy in the frames that come out: carried out already.
     pub(crate) fn sharing(self, sharing: Option<Sharing>) -> Copies {
         Copies { sharing, ..self }
     }

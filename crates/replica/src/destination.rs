@@ -50,9 +50,9 @@ pub trait Destination: Send {
     fn disk(&self) -> Option<String> {
         None
     }
-    /// What is there; `None` if nothing is.
+    /// The stamp of what is at one of the names; `None` if nothing is.
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>>;
-    /// The destination's [`Stamp::glance`], at next to no cost unless others have written to it.
+    /// The destination's stamp at a glance, at next to no cost unless others have written to it.
     fn glance(&self) -> io::Result<Option<Stamp>> {
         Ok(self.stamp(Name::Final)?.map(Stamp::glance))
     }
@@ -108,7 +108,7 @@ pub(crate) struct FileDestination {
     folder: Dir,
     name: OsString,
     partial: OsString,
-    /// Which a test may invent.
+    /// The boot, which a test may invent.
     pub boot: Boot,
     /// Whether the file system of the folder stamps changes apart, once that was asked, and its number.
     apart: OnceLock<Option<u64>>,

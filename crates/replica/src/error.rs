@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
 
-/// An error of this crate. In the commands that a text names, SRC and DST are the source and the replica: who knows their names puts
-/// them in. Unless the text says otherwise, the destination is as it was.
+/// An error of this crate. In the commands that a text names, SRC and DST are the source and the replica: a caller that knows their names
+/// puts them in. Unless the text says otherwise, the destination is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplicaError {
     /// Another process uses the replica.
@@ -32,7 +32,7 @@ pub enum ReplicaError {
         was: PathBuf,
         /// Where its state is.
         from: PathBuf,
-        /// Where that belongs.
+        /// Where that state belongs.
         to: PathBuf,
     },
     /// A file is in the way of the seed.
@@ -249,7 +249,7 @@ pub(crate) fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error
     move |error| ReplicaError::Io { what, path, error }
 }
 
-/// The same for the destination, of which `state` tells what became of it.
+/// Names the thing and the place in an error of the destination; `state` tells what became of the replica.
 pub(crate) fn disk_error(
     what: &'static str,
     path: &Path,

@@ -92,7 +92,7 @@ impl Replica {
         }
     }
 
-    /// True if the lineage must say this, as nothing else does after a reboot.
+    /// True if the lineage must say in what way others have changed the destination, as nothing else does after a reboot.
     fn is_noticed_by_lineage(&self, why: Foreign) -> bool {
         why == Foreign::Written && self.destination().is_device() && self.is_kept()
     }
@@ -189,7 +189,7 @@ impl Replica {
         }
     }
 
-    /// The same of a destination that was glanced at.
+    /// Fails if `now`, a glance at the destination, shows another file or size, or more writes to a device than its own.
     pub(crate) fn only_own(&self, now: &Stamp, size: u64) -> Result<()> {
         let Some(left) = self.left() else { return Ok(()) };
         let why = if self.destination().is_device() {
@@ -202,7 +202,7 @@ impl Replica {
         why.map_or(Ok(()), |why| Err(self.touched(why)))
     }
 
-    /// Nothing tells own writes from others', or has to.
+    /// True if nothing tells own writes from others', or has to.
     pub(crate) fn is_timeless(&self) -> bool {
         self.destination().boot().id.is_empty()
     }
@@ -261,8 +261,8 @@ impl Replica {
         Ok(self.working().map(Working::keeping).unwrap_or_default())
     }
 
-    /// The same where nothing but the note will tell own writes from others': none are made without it. `state` is what becomes of
-    /// the replica then.
+    /// Begins to write as [`Replica::work`] does, but fails without room for the note where nothing else tells own writes from others'. `state` is
+    /// what becomes of the replica then.
     pub(crate) fn work_noted(&mut self, durable: bool, state: &'static str) -> Result<Keeping> {
         let keeping = self.work(durable)?;
         if self.is_timeless() || self.working().is_some() {

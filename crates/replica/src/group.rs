@@ -36,7 +36,7 @@ pub struct Group {
     name: String,
     folder: Box<dyn Folder>,
     intent: Option<Intent>,
-    /// Those before it.
+    /// The intents before it.
     past: PastCommits,
     lock: Option<FolderLock>,
     /// Replicas may have joined, which are not opened without the folder.
@@ -105,7 +105,7 @@ impl Group {
         Ok(group)
     }
 
-    /// The same over its folder. Takes no lock.
+    /// Begins a group over its folder. Takes no lock, unlike [`Group::open`].
     ///
     /// # Errors
     /// If its intent cannot be read.
@@ -163,7 +163,7 @@ impl Group {
         self.commit_at(cut, now(), members)
     }
 
-    /// The same at a time, in seconds since 1970.
+    /// Commits what the members have prepared as [`Group::commit`] does, as of a time in seconds since 1970.
     fn commit_at(
         &mut self,
         cut: Epoch,
@@ -326,7 +326,7 @@ impl Group {
     /// Refuses a group of which a replica was promoted by itself.
     ///
     /// # Errors
-    /// That.
+    /// Refused then.
     pub fn check_promoted(&self, members: &[Replica]) -> Result<()> {
         let alone = members.iter().find(|member| {
             let lineage = member.lineage();
@@ -352,7 +352,7 @@ impl Group {
         self.open_found(dir, found, (options, apart), &Replica::open)
     }
 
-    /// The same of those that were found, which the caller opens.
+    /// Opens the replicas that were found, each by `open`. An interrupted promotion is completed.
     ///
     /// # Errors
     /// As for [`Group::open_members`].
@@ -485,7 +485,7 @@ impl Replica {
         self.store()
     }
 
-    /// True if the source that sends what comes is not in its group any more. A delta in a file does not tell.
+    /// True if the source that sends is not in its group any more. A delta in a file does not tell.
     pub(crate) fn leaves_group(&self) -> bool {
         let (options, group) = (self.options(), &self.lineage().group);
         let told = options.term != 0;

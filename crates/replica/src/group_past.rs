@@ -130,10 +130,10 @@ pub(crate) fn find_members(dir: &Path, name: &str, options: &Options) -> Result<
     choose_members(dir, name, &folder, members)
 }
 
-/// The same of the replicas that are in its folder, by what is written down in that of the group.
+/// Of all replicas in a folder those of the group, and the last common commit, by what is written down in the group's folder.
 ///
 /// # Errors
-/// As for [`find_members`].
+/// Refused if nothing was committed yet, or a replica is missing.
 #[doc(hidden)]
 pub fn choose_members(
     dir: &Path,
@@ -172,7 +172,7 @@ pub fn choose_members(
     }
 }
 
-/// The same without other replicas of the same sources, such as one that a single sync has made in this folder.
+/// Leaves out other replicas of the same sources, such as one that a single sync has made in this folder.
 fn one_of_each(name: &str, found: Vec<(PathBuf, Lineage)>) -> Result<Vec<(PathBuf, Lineage)>> {
     let joined = |lineage: &Lineage| lineage.group.as_ref().is_some_and(|group| group.name == name);
     let has_joined = |source| found.iter().any(|(_, lineage)| lineage.source == source && joined(lineage));
@@ -236,7 +236,7 @@ pub fn group_history(dir: &Path, name: &str, options: &Options) -> Result<GroupH
     past_of(dir, name, &folder, found, &|path| history(path, options))
 }
 
-/// The same of members that were found, by the past of each.
+/// The past of the group whose members were found, by the past of each.
 ///
 /// # Errors
 /// As for [`group_history`].

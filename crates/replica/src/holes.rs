@@ -35,7 +35,7 @@ pub(crate) struct Holes {
     /// From where the next run of data was looked for, and where it is.
     looked: u64,
     data: Range<u64>,
-    /// Adjacent ones are one; in the order in which they come.
+    /// The holes in the order in which they come; adjacent ones are one.
     found: Vec<Range<u64>>,
 }
 
@@ -44,7 +44,7 @@ impl Holes {
         Holes { disk, known: 0, looked: u64::MAX, data: 0..0, found: Vec::new() }
     }
 
-    /// Bytes of all.
+    /// Bytes of all holes.
     pub(crate) fn bytes(&self) -> u64 {
         self.found.iter().map(|range| range.end - range.start).sum()
     }
@@ -76,7 +76,7 @@ impl Holes {
         Ok(())
     }
 
-    /// Reserves them, all or none. Returns how many bytes they take where there was no room.
+    /// Reserves the holes, all or none. Returns how many bytes they take where there was no room.
     fn reserve(self) -> io::Result<Option<u64>> {
         // What was a hole when its frame passed may have been written since.
         let mut now = Holes { known: self.known, ..Holes::new(self.disk.clone()) };
@@ -108,7 +108,7 @@ impl Target for Holes {
     }
 }
 
-/// Makes holes again of what was one a moment ago.
+/// Makes ranges holes again that were reserved a moment ago.
 fn give_back(disk: &dyn Disk, holes: &[Range<u64>]) -> io::Result<()> {
     let len = disk.len();
     for hole in holes.iter().filter(|hole| hole.start < len) {
@@ -134,7 +134,7 @@ impl Replica {
         self.holes_of_one(name, contents, 0, None)
     }
 
-    /// The same of the delta of a number among several, after which later ones come.
+    /// The holes that the delta of this number in a journal will fill, except where a later one writes.
     pub(crate) fn holes_of_one(
         &self,
         name: &str,

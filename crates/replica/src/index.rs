@@ -19,7 +19,7 @@ enum Place {
 }
 
 impl Place {
-    /// Of what is so many bytes further on the disk.
+    /// The place of what is so many bytes further on the disk.
     fn after(self, bytes: u64) -> Place {
         match self {
             Place::Zero => Place::Zero,
@@ -82,7 +82,7 @@ impl Index {
         Err(io::ErrorKind::UnexpectedEof.into())
     }
 
-    /// What is cut off is gone, and what is added is zero.
+    /// Changes the size of the disk: what is cut off is gone, and what is added is zero.
     fn resize(&mut self, header: &Header) {
         let (before, after) = (header.size_before, header.size_after);
         if before < after {
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// The same as a byte for each place.
+        /// Agrees with a model of one place for each byte.
         #[test]
         fn later_ranges_lie_over_earlier_ones(
             puts in proptest::collection::vec((0u64..200, 1u64..60, prop::bool::ANY), 0..40),

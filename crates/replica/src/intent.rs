@@ -36,7 +36,7 @@ impl Membership {
         (!name.is_empty()).then(|| name.to_owned())
     }
 
-    /// That of a replica at this path, without links, in the group of that name whose replicas are in `dir`.
+    /// The membership of a replica at this path, without links, in the group of that name whose replicas are in `dir`.
     pub fn of(path: &Path, dir: &Path, name: &str) -> Membership {
         let folder = (path.parent() != Some(dir)).then(|| Self::folder_in(dir, name));
         Membership { name: name.to_owned(), folder }
@@ -74,13 +74,13 @@ pub struct Member {
     /// The replica becomes a source, of that term.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promoted: Option<Promoted>,
-    /// The other way round: it was a source, and has ended in that term.
+    /// The replica was a source, and has ended in that term.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<u64>,
 }
 
 impl Member {
-    /// At an epoch of a source, by no delta.
+    /// A replica at an epoch of a source, brought there by no delta.
     pub fn at(source: Uuid, epoch: Epoch) -> Member {
         Member { source, epoch, stream: None, state: None, promoted: None, ended: None }
     }
@@ -113,7 +113,7 @@ impl Intent {
     /// The version that is written, and the only one that is read.
     pub const VERSION: u32 = 1;
 
-    /// Of these members, now.
+    /// An intent of these members, as of now.
     pub fn new(group: &str, cut: Epoch, members: BTreeMap<PathBuf, Member>) -> Intent {
         Intent {
             version: Self::VERSION,

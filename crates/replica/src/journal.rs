@@ -45,7 +45,7 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    /// As the header of a delta that goes on from here names it.
+    /// What the header of a delta names that goes on from here.
     pub(crate) fn resume(&self) -> Resume {
         Resume { stream: self.header.stream, frames: self.frames, digest: self.digest }
     }
@@ -72,7 +72,7 @@ pub(crate) struct Contents {
     pub start: u64,
     /// Bytes from there on that are in order.
     pub bytes: u64,
-    /// The same without the trailer.
+    /// Bytes from there to the end of the last frame.
     pub frames_end: u64,
     /// The trailer is there.
     pub whole: bool,
@@ -88,7 +88,7 @@ impl Contents {
         self.segments.last().map(Segment::resume)
     }
 
-    /// The same without its trailer: something for the next delta to go on from.
+    /// The contents without the trailer: something for the next delta to go on from.
     pub(crate) fn without_trailer(mut self) -> Contents {
         if self.whole {
             self.segments.retain(|segment| segment.frames > 0);

@@ -70,17 +70,17 @@ pub struct Lineage {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Unsure {
-    /// In none.
+    /// In no block.
     #[default]
     Nothing,
-    /// In those of the set that is kept in `unsure-FILE` of the replica's folder.
+    /// In the blocks of the set that is kept in `unsure-FILE` of the replica's folder.
     Blocks {
         /// Names the file.
         file: Uuid,
         /// Bytes of the blocks.
         bytes: u64,
     },
-    /// In any: others were seen to have written to it. Of a device, whose kernel's count does not tell of that after a
+    /// In any block: others were seen to have written to it. Of a device, whose kernel's count does not tell of that after a
     /// reboot, nothing else does.
     Everything,
 }
@@ -161,7 +161,7 @@ pub struct Step {
     /// The blocks in which it may not be what the positions say.
     #[serde(default, skip_serializing_if = "Unsure::is_nothing")]
     pub unsure: Unsure,
-    /// What it will be.
+    /// What the replica will be.
     pub toward: Toward,
     /// All is written and durable; only the names are to be changed.
     pub finished: bool,
@@ -183,7 +183,7 @@ pub enum StepKind {
         /// It may replace an existing file.
         replaces: bool,
     },
-    /// The same, begun as a clone of the destination.
+    /// A new file, NAME.partial, that is begun as a clone of the destination and takes its place at the end.
     Clone {
         /// Its inode.
         inode: u64,

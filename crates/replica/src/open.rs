@@ -22,7 +22,7 @@ use crate::views::Views;
 const SAMPLES: u64 = 64;
 
 impl Replica {
-    /// Opens the replica at `path`, or the path for a new one. Completes or rolls back what a crash left; [`Status::recovered`] tells.
+    /// Opens the replica at `path`, or the path for a new one. Completes or rolls back what a crash left; [`crate::Status::recovered`] tells.
     ///
     /// # Errors
     /// Refused if another process uses it, if it is not a replica and is not to be adopted or replaced, if it was changed by
@@ -104,7 +104,7 @@ impl Replica {
         Replica::begin_read(destination, folder, options, Views::default())
     }
 
-    /// The same of a replica that may have readers.
+    /// Opens a destination that may have readers, with its state in `folder`. Takes no lock.
     pub(crate) fn begin_read(
         destination: Box<dyn Destination>,
         folder: Box<dyn Folder>,

@@ -24,13 +24,13 @@ pub struct Options {
     pub replace: bool,
     /// Let a seed begin another replica where the file of one is gone.
     pub create: bool,
-    /// Let it pass that others changed the destination, which [`Status::changed`] then says: only a compare fits it.
+    /// Let it pass that others changed the destination, which [`crate::Status::changed`] then says: only a compare fits it.
     pub doubt: bool,
     /// What of its past is to be kept from the next commit on. `None`: what was kept before; nothing of a new replica.
     pub keep: Option<Keep>,
-    /// The group with which what comes is committed.
+    /// The group with which deltas are committed.
     pub group: Option<Membership>,
-    /// The group of the source that sends what comes: a replica of another one leaves that. Of no meaning where the term is not known.
+    /// The group of the source that sends: a replica of another one leaves that. Of no meaning where the term is not known.
     pub source_group: Option<String>,
     /// The source's term, to be remembered with what it sends; 0 where it is not known.
     pub term: u64,
@@ -48,7 +48,7 @@ pub struct SourceTime {
 }
 
 impl SourceTime {
-    /// It was so many seconds since 1970 a moment ago.
+    /// The time of so many seconds since 1970, heard just now.
     pub fn said(said: u64) -> SourceTime {
         SourceTime { said, heard: Instant::now() }
     }
@@ -67,7 +67,7 @@ pub struct Herald(Arc<Ask>);
 type Ask = dyn Fn(&Path) -> Result<()> + Send + Sync;
 
 impl Herald {
-    /// One that calls `ask` with the path of the device.
+    /// A herald that calls `ask` with the path of the device.
     pub fn new(ask: impl Fn(&Path) -> Result<()> + Send + Sync + 'static) -> Herald {
         Herald(Arc::new(ask))
     }

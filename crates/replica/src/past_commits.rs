@@ -12,7 +12,7 @@ use crate::intent::Intent;
 
 /// The file's name in the group's folder.
 const NAME: &str = "past";
-/// After how many more it is looked which of them can still be reached.
+/// After how many more commits it is looked which of them can still be reached.
 const LOOK_AFTER: usize = 64;
 /// The longest log, in bytes.
 const MOST: u64 = 256 << 20;
@@ -27,7 +27,7 @@ pub(crate) struct PastCommits {
 }
 
 impl PastCommits {
-    /// Those of a group's folder.
+    /// Reads the log in a group's folder.
     pub(crate) fn load(folder: &dyn Folder) -> io::Result<PastCommits> {
         let mut past = PastCommits::default();
         match folder.open(NAME, false) {
@@ -53,7 +53,7 @@ impl PastCommits {
         Ok(past)
     }
 
-    /// Appends one, durably, unless it is the last of them already.
+    /// Appends an intent, durably, unless it is the last already.
     pub(crate) fn append(&mut self, folder: &dyn Folder, intent: &Intent) -> io::Result<()> {
         let same = |last: &Intent| (last.cut, &last.members) == (intent.cut, &intent.members);
         if self.intents.last().is_some_and(same) {
@@ -87,12 +87,12 @@ impl PastCommits {
         times
     }
 
-    /// True if it is time to look which of them can still be reached.
+    /// True if it is time to look which of the commits can still be reached.
     pub(crate) fn is_long(&self) -> bool {
         !self.intents.is_empty() && self.intents.len() % LOOK_AFTER == 0
     }
 
-    /// Forgets the others.
+    /// Forgets all intents but those that `keep` accepts.
     pub(crate) fn retain(&mut self, folder: &dyn Folder, keep: impl Fn(&Intent) -> bool) -> io::Result<()> {
         let intents: Vec<Intent> = self.intents.iter().filter(|intent| keep(intent)).cloned().collect();
         let lines = intents.iter().map(line).collect::<io::Result<Vec<_>>>()?.concat();
@@ -101,7 +101,7 @@ impl PastCommits {
         Ok(())
     }
 
-    /// Forgets all.
+    /// Forgets all intents.
     pub(crate) fn remove(&mut self, folder: &dyn Folder) -> io::Result<()> {
         if self.end > 0 {
             folder.remove(NAME)?;

@@ -57,11 +57,11 @@ pub(crate) struct Shown {
     pub block_size: u32,
     /// Names the state.
     pub state: Uuid,
-    /// Of its file; 0 for a device.
+    /// The inode of its file; 0 for a device.
     pub inode: u64,
 }
 
-/// What it holds, or why that cannot be shown.
+/// What a destination holds, or why that cannot be shown.
 pub(crate) type Held = Result<Shown, String>;
 
 #[derive(Serialize, Deserialize)]
@@ -96,7 +96,7 @@ fn number(file: &File, at: u64) -> io::Result<u64> {
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// Makes room for all of it.
+/// Makes room for the whole file.
 fn fill(file: &File) -> io::Result<()> {
     file.write_all_at(&[0; LEN as usize], 0)
 }
@@ -212,7 +212,7 @@ impl Watched {
         }
     }
 
-    /// The same on a file system that is mounted read-only, where no process that commits can be asked for anything: it is only seen that one
+    /// Opens the file on a file system that is mounted read-only, where no process that commits can be asked for anything: it is only seen that one
     /// has begun.
     pub(crate) fn open_fixed(folder: &Dir) -> io::Result<Option<Watched>> {
         match folder.file(NAME, OFlags::RDONLY, 0) {

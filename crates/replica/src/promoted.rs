@@ -46,7 +46,7 @@ pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
     to_promote_by(path, inspect(path, options)?, options, &|options| Replica::open(path, options))
 }
 
-/// The same of a replica with that lineage, which the caller opens.
+/// Opens a replica with that lineage, by `open`, to be promoted: what a crash left of a commit is completed first.
 ///
 /// # Errors
 /// As for [`to_promote`].
@@ -404,10 +404,10 @@ pub fn promotes_still(path: &Path, lineage: &Lineage) -> Result<Option<(String, 
     Ok(group.map(|group| (group, dir.to_path_buf())))
 }
 
-/// The name of the group by what is written down in its folder, as for [`promotes_still`].
+/// The name of the group that is being promoted, for [`promotes_still`], by what is written down in its folder.
 ///
 /// # Errors
-/// As there.
+/// As for [`promotes_still`].
 #[doc(hidden)]
 pub fn promotes_still_by(folder: &dyn Folder, lineage: &Lineage) -> Result<Option<String>> {
     let role = &lineage.role;

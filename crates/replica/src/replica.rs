@@ -84,7 +84,7 @@ struct Known {
     working: Option<Working>,
     /// Waits for the commit of the group.
     prepared: Option<Prepared>,
-    /// It goes back to an earlier moment: none gives way.
+    /// The replica goes back to an earlier moment: none is dropped to make room.
     rewinds: bool,
     /// When the last of what is committed arrived, in seconds since 1970, if that was earlier than now.
     arrived: Option<u64>,
@@ -106,7 +106,7 @@ pub(crate) struct Prepared {
     pub cost: (u64, u64),
 }
 
-/// What keeps others away.
+/// The locks that keep other processes away.
 #[derive(Default)]
 struct Locks {
     folder: Option<FolderLock>,
@@ -115,7 +115,7 @@ struct Locks {
 
 /// What it consists of.
 impl Replica {
-    /// Not judged yet.
+    /// A replica of these parts, not judged yet.
     pub(crate) fn new(
         destination: Box<dyn Destination>,
         folder: Box<dyn Folder>,
@@ -163,7 +163,7 @@ impl Replica {
         &*self.folder
     }
 
-    /// The same, for another thread.
+    /// The files of the replica's state, for another thread.
     pub(crate) fn shared_state(&self) -> Arc<dyn Folder> {
         self.folder.clone()
     }
@@ -266,7 +266,7 @@ impl Replica {
         Ok(())
     }
 
-    /// It was completed.
+    /// A commit that could only be completed has been.
     pub(crate) fn end_commit(&mut self) {
         self.known.half_done = false;
         self.publish();
@@ -592,7 +592,7 @@ impl Replica {
         self.remove(WHOLE)
     }
 
-    /// The same after an error. If it cannot be dropped either, only opening the replica again tells what that holds.
+    /// Drops what of a delta is in the journal, after an error. If that fails too, only opening the replica again tells what the journal holds.
     pub(crate) fn give_up_journal(&mut self) {
         self.known.half_done = self.drop_journal().is_err();
     }

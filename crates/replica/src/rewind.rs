@@ -62,8 +62,8 @@ pub fn history(path: &Path, options: &Options) -> Result<History> {
     of(&folder, &lineage)
 }
 
-/// The same as of the last batch of a mirror that is at work, or was killed: its lineage does not have that yet, and whoever goes back
-/// gives it up.
+/// The past of the replica at `path` as of the last batch of a mirror that is at work, or was killed: its lineage does not have that batch yet,
+/// and a rewind gives it up.
 ///
 /// # Errors
 /// As for [`history`].
@@ -139,7 +139,7 @@ impl Replica {
         self.go_back(state, |receiver| receiver.finish())
     }
 
-    /// The same up to where the commit of the group decides.
+    /// Prepares to bring it back to the moment of this state, up to where the commit of the group decides.
     ///
     /// # Errors
     /// As for [`Replica::rewind`]. What was prepared is dropped with [`Replica::give_up_journal`].

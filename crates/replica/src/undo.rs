@@ -112,7 +112,7 @@ impl Replica {
         self.set_keep()
     }
 
-    /// The same of one that receives something.
+    /// Takes over from the options what is to be kept of the past, for a replica that receives something.
     pub(crate) fn set_keep(&mut self) -> Result<()> {
         self.close_logs()?;
         let Some(keep) = self.options().keep.clone() else { return Ok(()) };
@@ -153,12 +153,12 @@ impl Replica {
         Some(Touched::new(self.lineage()))
     }
 
-    /// False if the delta brings what is doubted to another moment: what it replaces may be damage, which no way back may bring again.
+    /// False if the delta brings a replica that others changed to another moment: what it replaces may be damage, which must not come back.
     pub(crate) fn keeps_what_is_replaced(&self, header: &Header) -> bool {
         header.partial || !self.options().doubt
     }
 
-    /// The same for what a journal holds.
+    /// Notes what the delta in a journal replaces, if that is to be kept.
     pub(crate) fn touched_of(&self, name: &str, contents: &Contents) -> Result<Option<Touched>> {
         let Some(mut touched) = self.touched_by() else { return Ok(None) };
         let failed = io_error("read", self.path());
@@ -166,7 +166,7 @@ impl Replica {
         Ok(Some(touched))
     }
 
-    /// The same for a clone that an interrupted delta has written to.
+    /// What an interrupted delta has replaced in a clone, if that is to be kept.
     pub(crate) fn touched_before(&self) -> Option<Touched> {
         let set = past::load_blocks(self.state(), self.clone_of().filter(|_| self.settings().is_some())?)?;
         Some(Touched::of(set, self.lineage().size))
@@ -247,7 +247,7 @@ impl Replica {
         self.past_gives_way_from(self.lineage().nonce)
     }
 
-    /// The same where undo deltas lead back from this state, as those to the present one are not written yet.
+    /// Makes room as [`Replica::past_gives_way`] does, where undo deltas lead back from `state`, as those to the present one are not written yet.
     pub(crate) fn past_gives_way_from(&mut self, state: Uuid) -> bool {
         if self.readers_give_way() {
             return true;
@@ -265,8 +265,8 @@ impl Replica {
         self.note_dropped(true);
     }
 
-    /// The same for a journal that grows, which notes in `gave` that moments were dropped. Nothing is given up before it is known that it helps,
-    /// where that can be known.
+    /// Makes room for a journal that grows as [`Replica::past_gives_way`] does, and notes in `gave` that moments were dropped. Nothing is given up
+    /// before it is known that it helps, where that can be known.
     pub(crate) fn relief(&self, gave: Arc<AtomicBool>) -> Option<Relief> {
         let (folder, present) = (self.shared_state(), self.lineage().nonce);
         let gives = self.settings().is_some() && !self.rewinds();

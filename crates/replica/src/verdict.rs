@@ -21,7 +21,7 @@ pub struct Verdict {
     pub time: u64,
     /// Bytes that differed.
     pub bytes_differing: u64,
-    /// A later one found the rest to be equal, but for blocks that its source changed meanwhile: the next sync sends those.
+    /// A later verification found the rest to be equal, but for blocks that its source changed meanwhile: the next sync sends those.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub until_sync: bool,
     /// The epoch at which it was mended. What is kept of earlier moments may bring it back.
@@ -41,13 +41,13 @@ pub enum Coverage {
 }
 
 impl Verdict {
-    /// That of the replica with this folder; `None` if it was never verified, or nothing differs. One that is damaged is none: the next
+    /// The verdict of the replica with this folder; `None` if it was never verified, or nothing differs. One that is damaged is none: the next
     /// verification finds it again.
     pub(crate) fn standing(folder: &dyn Folder) -> Option<Verdict> {
         Verdict::load(folder).filter(|found| found.mended.is_none())
     }
 
-    /// Also one that was mended since.
+    /// The verdict on disk, also one that was mended since.
     fn load(folder: &dyn Folder) -> Option<Verdict> {
         let file = folder.open(NAME, false).ok()?;
         let mut bytes = vec![0; file.len().ok()?.min(1 << 10) as usize];
@@ -92,7 +92,7 @@ impl Replica {
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
     }
 
-    /// What was found before this moment comes back with it; durable on return.
+    /// Notes a rewind to an epoch: what was mended after it comes back. Durable on return.
     pub(crate) fn note_return(&self, epoch: u64) -> Result<()> {
         match Verdict::load(self.state()) {
             Some(found) if found.mended.is_some_and(|mended| epoch < mended) => {
@@ -102,7 +102,7 @@ impl Replica {
         }
     }
 
-    /// Nothing is known of the disk any more as a replica: its own history begins anew.
+    /// Forgets the verdict, as nothing is known of the disk as a replica any more: its own history begins anew.
     pub(crate) fn forget_verdict(&self) -> Result<()> {
         match self.state().remove(NAME) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

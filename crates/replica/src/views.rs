@@ -45,9 +45,9 @@ const LET_GO: u64 = 496;
 const CLAIM: u64 = 512;
 /// Where the reader says what it reads, for people: a commit does not look there.
 const ABOUT: u64 = 2560;
-/// How long it is waited for that. A reader looks twice a second.
+/// How long it is waited for readers that have lost to let go. A reader looks twice a second.
 const LETS_GO_WITHIN: Duration = Duration::from_secs(5);
-/// How often it is looked whether it has.
+/// How often it is looked whether they have let go.
 const POLL_EVERY: Duration = Duration::from_millis(5);
 /// How often it is looked whether readers live.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -112,7 +112,7 @@ pub(crate) struct About {
 }
 
 impl About {
-    /// Writes it to the head of a log.
+    /// Writes what a reader says of itself to the head of a log.
     pub(crate) fn tell(&self, file: &File) -> io::Result<()> {
         let mut text = Vec::new();
         put(&mut text, &serde_json::to_vec(self)?, (0, HEAD - ABOUT))?;
@@ -120,7 +120,7 @@ impl About {
     }
 }
 
-/// Somebody who reads a replica at a moment.
+/// A reader of a replica at a moment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Reader {
     /// The id of its process.
@@ -139,7 +139,7 @@ pub struct Reader {
     pub bytes: u64,
 }
 
-/// Who reads the replica of a folder, the first who began first. Takes no lock.
+/// The readers of the replica of a folder, in the order in which they began. Takes no lock.
 pub(crate) fn readers(folder: &Path) -> io::Result<Vec<Reader>> {
     // Those that end just now are none.
     let mut readers: Vec<Reader> =
@@ -194,7 +194,7 @@ pub(crate) fn reach(file: &File) -> Result<u64, String> {
     Err(if read.is_err() || why.is_empty() { "what commits replaced could not be kept".into() } else { why })
 }
 
-/// Says that the reader of a log, who has lost, holds nothing any more.
+/// Says that the reader of a lost log holds nothing any more.
 pub(crate) fn let_go(file: &File) -> io::Result<()> {
     file.write_all_at(&[1], LET_GO)
 }
@@ -210,7 +210,7 @@ struct ViewLog {
     name: String,
     saving: Saving,
     shown: Shown,
-    /// The same file, to see whether the reader lives.
+    /// The log, opened once more to see whether the reader lives.
     probe: File,
 }
 
@@ -231,7 +231,7 @@ impl Views {
         Ok(Views { folder: Some(folder.clone()), present, ..Views::default() })
     }
 
-    /// Nobody is known to read.
+    /// True if no reader is known.
     pub(crate) fn is_empty(&self) -> bool {
         self.logs.is_empty()
     }
@@ -317,7 +317,7 @@ impl Views {
         failed
     }
 
-    /// All readers lose.
+    /// Ends the logs of all readers, for this reason.
     pub(crate) fn lose(&mut self, folder: &dyn Folder, why: &str) -> io::Result<()> {
         lose_all(folder, why)?;
         self.logs.clear();

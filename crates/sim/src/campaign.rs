@@ -45,8 +45,8 @@ pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
     run_with(seed, scratch, false)
 }
 
-/// The same where a live disk has a tracker with a fault: it forgets what is in flight at a checkpoint. A campaign that does not find that
-/// finds nothing.
+/// Does the run of a seed where the tracker of a live disk has a fault: it forgets what is in flight at a checkpoint. A campaign that does
+/// not find that finds nothing.
 ///
 /// # Errors
 /// What went wrong.
@@ -1039,7 +1039,7 @@ impl Run {
         Ok(())
     }
 
-    /// The same with nothing but `extract | merge`.
+    /// Brings the first replica to the source's state with nothing but `extract | merge`.
     fn converge_by_pipe(&mut self) -> Checked {
         let (mut last, mut whole) = (String::new(), false);
         if self.world.replicas[0].touched || self.world.replicas[0].adopting {

@@ -39,7 +39,7 @@ impl SimFolder {
         }
     }
 
-    /// The same, with its lock.
+    /// The folder with its lock, held as long as it is open.
     pub(crate) fn held(self, held: Arc<Held>) -> SimFolder {
         SimFolder { _held: Some(held), ..self }
     }

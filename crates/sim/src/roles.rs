@@ -44,7 +44,7 @@ use crate::write::Write;
 pub(crate) struct Scene {
     /// Disks, each on a host of its own.
     sites: usize,
-    /// Those that are devices.
+    /// Disks that are devices.
     devices: [bool; 3],
     /// How replicas commit.
     commit: Commit,
@@ -57,7 +57,7 @@ pub(crate) struct Scene {
 }
 
 impl Scene {
-    /// That of a seed.
+    /// Draws a scene from the dice of a seed.
     pub(crate) fn draw(dice: &mut Random) -> Scene {
         let devices = [dice.one_in(4), dice.one_in(4), dice.one_in(4)];
         let commit = match devices.contains(&true) {

@@ -160,7 +160,7 @@ pub struct Known {
     pub at: usize,
 }
 
-/// The whole.
+/// A source and its replicas, with their machines.
 pub struct World {
     /// The source's machine.
     pub near: Arc<Host>,
@@ -209,7 +209,7 @@ pub const SPARE: u64 = 96 << 10;
 pub struct Cuts(pub u64, pub u64);
 
 impl Cuts {
-    /// Never.
+    /// Lines that are never cut.
     pub const NEVER: Cuts = Cuts(u64::MAX, u64::MAX);
 }
 
@@ -410,7 +410,7 @@ impl World {
         self.handle_of(process, &self.state, self.uuid)
     }
 
-    /// The same with a state folder of one's own.
+    /// Reaches the source of that id from a process, with its state in the folder `state`.
     fn handle_of(&self, process: &Arc<Process>, state: &str, uuid: Uuid) -> Result<Handle, SyncError> {
         if !self.several.load(SeqCst) {
             *lock(&self.reader) = process.clone();

@@ -29,7 +29,7 @@ pub trait Backing: Send + Sync {
     }
     /// A second way to the same bytes, for readers, bypassing the page cache.
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError>;
-    /// The same through the page cache, for recent writes.
+    /// A second way to the same bytes, for recent writes, through the page cache.
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.reader()
     }
@@ -61,7 +61,7 @@ pub(crate) struct PathBacking {
 }
 
 impl PathBacking {
-    /// Its state is in `folder`.
+    /// The backing of a source whose state is in `folder`.
     #[allow(clippy::disallowed_methods, reason = "nothing can be done with it but to ask for its path")]
     pub(crate) fn new(identity: Identity, folder: &Path) -> PathBacking {
         let object = File::options().read(true).custom_flags(libc::O_PATH).open(&identity.path).ok();

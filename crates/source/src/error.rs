@@ -72,7 +72,7 @@ pub enum SourceError {
     /// The source changed during a read, although it is not served.
     #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync track add\" for a disk, or an image on XFS or Btrfs; \"dsync serve\" for any image), and run again", .0.display())]
     Moved(PathBuf),
-    /// The same of one that is tracked by clones, which was read itself.
+    /// Another program wrote to the image of a source that is tracked by clones, while that was read itself and not a clone of it.
     #[error("another program wrote to source {} while the image itself was read, and not a clone of it (for a demotion, for a group, or because none can be made): stop that program, and run again", .0.display())]
     NotAtRest(PathBuf),
     /// Another file is at the path of the served one.
@@ -84,7 +84,7 @@ pub enum SourceError {
     /// The server of a source stopped.
     #[error("the server of {} went away: start it again with \"dsync serve\"", .0.display())]
     Away(PathBuf),
-    /// What is held around the moment of a clone failed.
+    /// The hook around the moment of a clone failed.
     #[error("{0}")]
     Hook(String),
     /// Refused for this source.
@@ -110,7 +110,7 @@ impl SourceError {
         move |error| SourceError::State { what, path, error }
     }
 
-    /// Of a bitmap of its blocks.
+    /// The error where there is no memory for a bitmap of the source's blocks.
     pub(crate) fn memory(path: &Path) -> impl FnOnce(extents::OutOfMemory) -> SourceError {
         let failed = Self::state("follow the changes of", path);
         |error| failed(error.into())

@@ -38,12 +38,12 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// That of a member that joins.
+    /// The membership of a source that joins.
     pub fn first(name: &str) -> Membership {
         Membership { name: name.to_owned(), cut: None, promotion: None, file: None }
     }
 
-    /// The same of a disk that its user calls so.
+    /// Notes the file name under which the user gave the disk, if it is a device or was given by a link.
     pub fn called(self, given: &Path, is: &Identity) -> Membership {
         let other = is.is_block() || given.file_name() != is.path.file_name();
         let file = given.file_name().filter(|_| other).map(|name| name.to_string_lossy().into_owned());
@@ -119,7 +119,7 @@ pub fn join_group(state: &StateDir, path: &Path, group: Membership) -> Result<bo
     join_in(&folder, path, group, &|name| group_members(state, name))
 }
 
-/// The same by the folder of the source's state, and what says which sources a group has.
+/// Makes the source with this state folder a member, as [`join_group`] does; `members` lists the sources of a group.
 ///
 /// # Errors
 /// As for [`join_group`].
@@ -164,7 +164,7 @@ pub fn leave_group(place: &Path, about: &About, name: &str) -> Result<(), Source
     leave_in(&folder)
 }
 
-/// The same by the folder of the source's state, whoever holds it, and whatever group it is in.
+/// Takes the source with this state folder out of its group, whichever that is and whoever holds the source.
 ///
 /// # Errors
 /// If the folder cannot be written.
@@ -208,7 +208,7 @@ fn in_another(path: &Path, group: &str) -> SourceError {
 /// happens on one host only, where the replicas take over beside their old sources.
 ///
 /// # Errors
-/// That.
+/// `Refused` then.
 pub fn check_promotion(name: &str, members: &[(PathBuf, About, Membership)]) -> Result<(), SourceError> {
     let later = |about: &About| {
         let known = members.iter().map(|(_, other, _)| other);
@@ -329,7 +329,7 @@ impl SourceGroup {
     /// it is dropped.
     ///
     /// # Errors
-    /// Then no view is left open.
+    /// If an epoch cannot be ended: then no view is left open.
     #[allow(clippy::type_complexity)]
     pub fn checkpoint(&self) -> Result<(Epoch, Vec<(Arc<Source>, Checkpoint)>), SourceError> {
         let _alone = self.cutting.lock().unwrap_or_else(|e| e.into_inner());

@@ -14,7 +14,7 @@ use crate::view::View;
 pub struct GroupHandle {
     name: String,
     members: Vec<Handle>,
-    /// What the replica of each is called.
+    /// What the replica of each member is called.
     files: Vec<String>,
 }
 
@@ -102,7 +102,7 @@ impl GroupHandle {
         self.members.iter().any(|member| member.live().is_some())
     }
 
-    /// The same as [`GroupHandle::cut`] of live disks: the last pass of each, with what else is to be read of it, all as of one moment.
+    /// Like [`GroupHandle::cut`], for disks tracked in the kernel: the last pass of each, with the blocks in `also`, all as of one moment.
     ///
     /// # Errors
     /// As for [`Live::cut`].

@@ -120,7 +120,7 @@ impl Handle {
         )))
     }
 
-    /// The same; `None` if its writes are not recorded.
+    /// Opens a source through its server, or its tracker in the kernel; `None` if its writes are not recorded.
     ///
     /// # Errors
     /// If its server or its tracker cannot be asked.

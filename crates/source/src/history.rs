@@ -35,7 +35,7 @@ const TIDY_KEEPS: usize = 256;
 const IDS_KEPT: usize = 4096;
 /// Epochs that a replica is told of which come before all that it knows.
 const TOLD_OF_BEFORE: usize = 256;
-/// The most that it is told.
+/// The most epochs that a replica is told of.
 const MOST_TOLD: usize = 4096;
 
 /// One epoch's entry, or several epochs' folded into one.
@@ -152,7 +152,7 @@ impl History {
         }
     }
 
-    /// The same for the process that holds the state, and appends to it: what was read is durable. A process that was killed may have
+    /// Opens the history for the process that holds the state and appends to it, and makes it durable. A process that was killed may have
     /// left an epoch in memory only, and what a replica is brought to must still be known after a power cut.
     pub(crate) fn hold(folder: &dyn Folder) -> Result<History, SourceError> {
         let path = folder.path().join(NAME);

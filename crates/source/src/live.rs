@@ -367,7 +367,7 @@ impl Live {
         frozen.map_or_else(|| self.unfrozen_cut(also, options), Ok)
     }
 
-    /// The same of several disks, all as of one moment: all file systems are frozen before the first record is read.
+    /// The last pass of several disks, all as of one moment: all file systems are frozen before the first record is read.
     ///
     /// # Errors
     /// As for [`Live::cut`]; refused without a freeze.

@@ -41,7 +41,7 @@ pub struct SourceOptions {
     pub for_peer: bool,
     /// What is held around the moment of its clone, if it is tracked so.
     pub around: Option<Arc<dyn Around>>,
-    /// Nothing may write to the disk while it is open here, also if it is tracked by clones: what comes after a clone would be in no sync.
+    /// Nothing may write to the disk while it is open here, also if it is tracked by clones: what is written after a clone would be in no sync.
     pub at_rest: bool,
     /// Write bypassing the page cache.
     pub direct: bool,
@@ -154,7 +154,7 @@ pub struct Source {
 
 /// What a source is opened from.
 pub(crate) struct Parts {
-    /// Of an image that is tracked by clones.
+    /// The new clone of an image that is tracked by clones.
     pub clone: Option<NewClone>,
     pub about: About,
     pub disk: Arc<dyn Disk>,
@@ -169,7 +169,7 @@ impl Parts {
     /// none can be made.
     ///
     /// # Errors
-    /// That, if it is to be tracked so from now on; otherwise as [`NewClone::make`], and while it rests.
+    /// Why none can be made, if the image is to be tracked so from now on; otherwise as [`NewClone::make`], and while it rests.
     fn make_clone(&mut self, options: &SourceOptions) -> Result<Option<String>, SourceError> {
         if options.for_peer {
             Rests::of_image(&*self.folder)?.refuse(&self.about.path)?;
@@ -290,7 +290,7 @@ impl Source {
         opened
     }
 
-    /// The same; `made` gets the folder that was created for it.
+    /// Opens a source as [`Source::open`] does; `made` gets the folder that was created for it.
     fn open_noting(
         state: &StateDir,
         path: &Path,
@@ -433,7 +433,7 @@ impl Source {
         Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place))
     }
 
-    /// The same by the folder of its state.
+    /// Why the record in the state folder of a source that no process holds could not be believed; `None` if it could.
     #[doc(hidden)]
     pub fn doubt_in(folder: &dyn Folder, backing: &dyn Backing) -> Result<Option<Gap>, SourceError> {
         if ImageStamp::read(folder)?.is_none() {
@@ -605,7 +605,7 @@ impl Source {
         self.lost_since().0
     }
 
-    /// The same, and the number of the epoch since when it is so. One that is in the history already, but not yet recorded, is later.
+    /// What [`Source::lost`] says, with the last epoch that it takes into account: the history may have a later one, not yet recorded here.
     pub(crate) fn lost_since(&self) -> (Option<Gap>, u64) {
         let (lost, since) = self.lost.lock().unwrap_or_else(|e| e.into_inner()).clone();
         (lost.or_else(|| self.disk.foreign().map(|_| FOREIGN.into())), since)
@@ -805,7 +805,7 @@ impl Source {
     /// name their sources in one order.
     ///
     /// # Errors
-    /// Then no view is left open. A source may have one more epoch.
+    /// If an epoch cannot be ended: then no view is left open, and a source may have one more epoch.
     pub(crate) fn checkpoint_together(sources: &[Arc<Source>]) -> Result<Vec<Checkpoint>, SourceError> {
         let mut all: Vec<_> = sources.iter().map(|source| source.epochs()).collect();
         let mut presents = Vec::new();

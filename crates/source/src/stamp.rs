@@ -248,8 +248,8 @@ impl ImageStamp {
         self.unclean_verdict(now, boot, life, last)
     }
 
-    /// The same of an image after an unclean stop, by its times: the last write to it must have been our own. Its time is noted just before it
-    /// goes down, in memory that outlives the process but not the kernel.
+    /// Whether the record can be trusted after an unclean stop, by the times of the image: the last write to it must have been our own. Its time
+    /// is noted just before it goes down, in memory that outlives the process but not the kernel.
     fn unclean_verdict(&self, now: &Identity, boot: &Boot, life: Life, last: LastWrite) -> Verdict {
         let changed = now.ctime_ns.max(0) as u64;
         // A time of whole seconds stands for all of its second.
@@ -294,7 +294,7 @@ impl ImageStamp {
 mod tests {
     use super::*;
 
-    /// Of a disk that was served in this boot when it was opened.
+    /// The stamp of a disk that is served, as its opening in this boot took it.
     fn unclean(identity: Identity, boot: &str) -> ImageStamp {
         ImageStamp {
             clean: false,

@@ -69,7 +69,7 @@ impl About {
         About { version: About::VERSION, uuid, path, identity, block_size, term, began, gave_up, lives }
     }
 
-    /// The same disk in the term that another description has.
+    /// Takes over the term and the lives from an earlier description of the same source.
     pub(crate) fn in_term_of(self, known: About) -> About {
         About { term: known.term, began: known.began, gave_up: known.gave_up, lives: known.lives, ..self }
     }
@@ -213,7 +213,7 @@ impl StateDir {
         StateDir { root }
     }
 
-    /// The one of this user, whatever is said.
+    /// The default state directory of this user.
     fn usual() -> PathBuf {
         match variable("XDG_STATE_HOME") {
             _ if rustix::process::geteuid().is_root() => "/var/lib/dsync".into(),
@@ -365,7 +365,7 @@ impl StateDir {
         self.root.join("sources").join(uuid.to_string())
     }
 
-    /// The same for a term of it, where another disk may be the source of an earlier term.
+    /// The folder for a term of a source, on a host where another disk is the source of an earlier term.
     pub(crate) fn folder_of_term(&self, uuid: Uuid, term: u64) -> PathBuf {
         self.root.join("sources").join(format!("{uuid}-{term}"))
     }

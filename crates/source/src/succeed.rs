@@ -89,7 +89,7 @@ pub fn succeed(state: &StateDir, path: &Path, succession: &Succession) -> Result
 /// Refuses to make the disk at `path` that source in that term where another disk of this host is that already. Changes nothing.
 ///
 /// # Errors
-/// That.
+/// `Refused` then.
 pub fn check_term(state: &StateDir, path: &Path, uuid: Uuid, term: u64) -> Result<(), SourceError> {
     let path = device::identity(path)?.path;
     match state.source(&path.to_string_lossy())? {
@@ -114,7 +114,7 @@ fn free_place(state: &StateDir, uuid: Uuid, term: u64) -> Result<PathBuf, Source
     }
 }
 
-/// The same with the parts of the source. Takes no lock.
+/// Makes `disk`, with its state in `folder`, the source that succeeds the one it followed. Takes no lock, unlike [`succeed`].
 #[doc(hidden)]
 pub fn succeed_in(
     succession: &Succession,

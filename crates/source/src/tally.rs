@@ -60,7 +60,7 @@ pub struct LastVerify {
     pub bytes_differing: u64,
     /// What differed was sent and committed.
     pub repaired: bool,
-    /// A later one found the rest to be equal, but for blocks that changed meanwhile: the next sync sends those.
+    /// A later verification found the rest to be equal, but for blocks that changed meanwhile: the next sync sends those.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub until_sync: bool,
 }
@@ -71,7 +71,7 @@ impl LastVerify {
         self.bytes_differing > 0 && !self.repaired
     }
 
-    /// One that ends now.
+    /// A verification that ends now.
     pub fn now(bytes_differing: u64, repaired: bool) -> LastVerify {
         LastVerify { time: now(), bytes_differing, repaired, until_sync: false }
     }
@@ -300,7 +300,7 @@ impl Counter {
         self.end(|tally| tally.fail(message));
     }
 
-    /// The same of work that brings nothing to the replica: that is as up to date as it was.
+    /// A verification has failed, or other work that brings nothing to the replica: that is as up to date as it was.
     pub fn fail_to_look(&self) {
         self.end(|tally| tally.failures += 1);
     }

@@ -41,12 +41,12 @@ impl View {
         View { epoch, disk, size, saved, alive, shared: false }
     }
 
-    /// The same view, shared with other readers: all of it is saved for them, whatever this reader has read.
+    /// Marks the view as shared with other readers: all of it is saved for them, whatever this reader has read.
     pub(crate) fn shared(self) -> View {
         View { shared: true, ..self }
     }
 
-    /// The same view, which fails once nobody is there to read it for.
+    /// A copy of the view whose reads fail once nobody is there to read it for.
     pub fn attended(&self, there: There) -> View {
         View { disk: Arc::new(Attended::new(self.disk.clone(), there)), ..self.clone() }
     }

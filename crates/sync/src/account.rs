@@ -80,7 +80,7 @@ impl Account {
         }));
     }
 
-    /// Work that begins now.
+    /// Begins to account for work.
     pub(crate) fn begin(handle: &Handle, place: (&Path, &str), way: &Way, what: &str) -> Account {
         // Not written down yet: the replica may be refused, or another command be at work for it.
         let told = Told { work: Work::begin(what), at: Instant::now(), sent: 0, batches: 0 };
@@ -88,13 +88,13 @@ impl Account {
         Account { counter: Some(counter(handle, place.0, place.1, way)), ends, told: Mutex::new(told) }
     }
 
-    /// The same of a mirror that may fall so far behind.
+    /// Notes how far a mirror may fall behind.
     pub(crate) fn within(mut self, rpo: Duration) -> Account {
         self.told.get_mut().unwrap_or_else(PoisonError::into_inner).work.rpo = Some(rpo.as_secs_f64());
         self
     }
 
-    /// The same for a dry run, of which nothing is kept.
+    /// Counts nothing, for a dry run.
     pub(crate) fn dry(self) -> Account {
         Account { counter: None, ..self }
     }
@@ -147,7 +147,7 @@ impl Account {
         });
     }
 
-    /// The same of one that failed.
+    /// A sync has failed.
     pub(crate) fn failed(&self, error: &SyncError) {
         self.count_failure(error);
     }

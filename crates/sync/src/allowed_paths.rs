@@ -85,7 +85,7 @@ impl AllowedPaths {
         Ok(AllowedPaths::Within { folders, named, option, hidden: false })
     }
 
-    /// The same, with names in the folders that begin with a dot if `hidden`: they may be a user's keys and settings.
+    /// Also allows names in the folders that begin with a dot if `hidden`: they may be a user's keys and settings.
     pub fn with_hidden(mut self, hidden: bool) -> AllowedPaths {
         if let AllowedPaths::Within { hidden: with, .. } = &mut self {
             *with = hidden;

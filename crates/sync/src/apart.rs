@@ -191,11 +191,11 @@ fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Statu
     Ok(Status { replica, primary: None, holds_data: true, ..status })
 }
 
-/// The same for one destination of a group, before the group is synced to it. Returns what that gave up, and whether all of it has to be
-/// compared, because it is in no record.
+/// Makes one destination of a group give up what only it has, before the group is synced to it. Returns what that gave up, and whether all of
+/// it has to be compared, because it is in no record.
 ///
 /// # Errors
-/// As for a sync with consent.
+/// As for [`push`](crate::push()) with [`SyncOptions::give_up`].
 pub fn give_up_member(
     handle: &Handle,
     link: Link,

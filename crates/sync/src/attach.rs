@@ -15,7 +15,7 @@ pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<H
     unshrunk(state.attach(what, options)?)
 }
 
-/// The same of a source whose writes are recorded. Its disk is not held, so that its server can be started again.
+/// Attaches to a source whose writes are recorded. Its disk is not held, so that its server can be started again.
 ///
 /// # Errors
 /// `Refused` by a source if its writes are not recorded.
@@ -58,7 +58,7 @@ pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Re
     attach_members(state, name, |path| attach(state, path, &options))
 }
 
-/// The same of a group whose writes are recorded. None of its disks is held, so that their server can be started again.
+/// Attaches to the members of a group whose writes are recorded. None of its disks is held, so that their server can be started again.
 ///
 /// # Errors
 /// `Refused` by a source if the writes to one of them are not recorded.

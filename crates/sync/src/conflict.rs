@@ -97,7 +97,7 @@ pub enum Conflict {
         replica: PathBuf,
         /// Bytes of those of its blocks that were compared and are not zeroes: of a large disk, a sample.
         held: u64,
-        /// Those of blocks that differ.
+        /// Bytes of the compared blocks that differ.
         differing: u64,
         /// The source.
         path: PathBuf,
@@ -206,7 +206,7 @@ pub struct Diverged {
 /// What a destination is that has diverged from a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Divergence {
-    /// The same source itself.
+    /// A source with the same id.
     TwoSources {
         /// The source.
         here: Since,

@@ -73,7 +73,7 @@ pub type LastSync<'a> = &'a mut dyn FnMut(&Handle) -> Result<Summary, SyncError>
 
 /// At which of its moments a source becomes a replica.
 pub(crate) enum At<'a> {
-    /// That of a last sync, which must be its last one.
+    /// The epoch of a last sync; refused if anything was written after it.
     Synced(LastSync<'a>),
     /// The present one, of which nothing is given up: this epoch, or else that of its promotion, if nothing was written since; otherwise
     /// one that is cut now.
@@ -143,7 +143,7 @@ fn make_folder_of(file: &Path) -> Result<(), SyncError> {
     std::fs::create_dir(folder).map_err(SyncError::io(format!("make the folder {}", folder.display())))
 }
 
-/// The same, if nothing speaks against it for the source whose state is in this folder, at this path, and that is no replica yet.
+/// Makes `what` a replica as [`demote`] does, if `admit` accepts the folder of its state and its path, or if that was done before.
 pub(crate) fn demote_if(
     state: &dyn Site,
     what: &str,

@@ -169,7 +169,7 @@ pub(crate) fn acknowledge(
     Ok(other)
 }
 
-/// The same, of a replica at this path.
+/// The name under which a source remembers the replica at this path, as [`bookmark`] gives it.
 pub(crate) fn known_as(name: &str, path: &Path, way: &Way) -> String {
     if let Way::Pulled(host) = way {
         return format!("{PULLED}{host}{}", path.display());

@@ -34,7 +34,7 @@ pub(crate) fn open_here(open: &Open, path: &Path, state: &dyn Site) -> Result<Op
     open_member(open, path, state, None)
 }
 
-/// The same of a member of a group.
+/// Opens a replica of this host, as a member of the group if one is given.
 pub(crate) fn open_member(
     open: &Open,
     path: &Path,
@@ -181,7 +181,7 @@ fn told(device: &Path, error: SourceError) -> ReplicaError {
 pub(crate) enum Opened {
     /// The requested replica.
     Replica(Box<Replica>),
-    /// The same source as the one at the other end of the link.
+    /// A source with the same id as the one at the other end of the link.
     Primary(PathBuf, Primary),
 }
 
@@ -195,7 +195,7 @@ pub(crate) struct ReplicaEnd<'a> {
     pub receiver: &'a Receiver,
     /// The host, if the caller opens its replicas by that.
     pub site: Option<&'a dyn Site>,
-    /// Of what is received, or read to be compared.
+    /// The progress of what is received, or read to be compared.
     pub progress: Progress<'a>,
     /// False refuses whatever would write to the replica.
     pub writes: bool,
@@ -658,7 +658,7 @@ pub fn merge(
     Ok(Merged { destination: path.to_path_buf(), ..merged })
 }
 
-/// The same for a replica that the caller opens, wherever it is.
+/// Merges a delta from a byte stream into a replica that the caller opens, wherever it is.
 #[doc(hidden)]
 pub fn merge_over(
     open: impl FnOnce() -> replica::Result<Replica>,

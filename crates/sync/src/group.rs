@@ -89,7 +89,7 @@ pub(crate) struct GroupSession<'a> {
     group: &'a GroupHandle,
     destination: &'a str,
     options: SyncOptions,
-    /// The same for a first copy, whose cut nobody is told of.
+    /// The options for a first copy: without the hook, as nobody is told of its cut.
     alone: SyncOptions,
     progress: Progress<'a>,
     /// What each member's sync is counted as.
@@ -97,7 +97,7 @@ pub(crate) struct GroupSession<'a> {
     /// The replicas, as the user would name them, and their paths there.
     names: Vec<String>,
     paths: Vec<PathBuf>,
-    /// Those of the round that comes next; none if they have not been heard yet.
+    /// The replicas' statuses for the round that comes next; empty if they have not been heard yet.
     statuses: Vec<Status>,
 }
 

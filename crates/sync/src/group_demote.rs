@@ -30,7 +30,7 @@ pub type Afterwards<'a> = &'a mut dyn FnMut(&[DemoteSummary]) -> Result<(), Sync
 /// Makes the sources of a group replicas, which hold all that was written to them. With `last_sync`, of those that this brings up to date.
 ///
 /// # Errors
-/// As for [`crate::demote`] of each. Unless they say otherwise, all of them are the sources that they were then.
+/// As for [`crate::demote`] of each. On an error all of them remain the sources that they were, unless it says otherwise.
 pub fn demote_group(
     state: &dyn Site,
     name: &str,
@@ -110,7 +110,7 @@ fn refuse_promoting(state: &dyn Site, name: &str, ended: &[Ended]) -> Result<(),
     Ok(())
 }
 
-/// Those of the members that are block devices and whose record was believed when they were watched, by their paths.
+/// The watches of members that are block devices and whose record was believed when they were watched, by their paths.
 type Watches = BTreeMap<PathBuf, Arc<WriteWatch>>;
 
 /// Watches the block devices of a group, unless their user says that nothing else writes to them.

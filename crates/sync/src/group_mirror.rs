@@ -22,7 +22,7 @@ use crate::report::{Progress, Summary};
 
 /// The shortest time from one cut to the next.
 const LEAST: Duration = Duration::from_millis(250);
-/// The same where a cut costs those who write: file systems of live disks are frozen each time, and a hook holds what it holds.
+/// The shortest time between cuts that cost those who write: file systems of live disks are frozen each time, and a hook holds what it holds.
 const LEAST_HELD: Duration = Duration::from_secs(1);
 /// How long a turn of the loop takes at most.
 const TURN: Duration = Duration::from_secs(1);

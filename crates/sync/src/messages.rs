@@ -156,7 +156,7 @@ impl Origin {
     }
 }
 
-/// What is at the replica's path where that is the same source itself.
+/// What is at the replica's path where that is a source with the same id.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Primary {
     pub term: u64,
@@ -194,7 +194,7 @@ impl Open {
         }
     }
 
-    /// As a sync opens it.
+    /// The request to open a replica for a sync.
     pub(crate) fn for_sync(path: &Path, options: &SyncOptions) -> Open {
         Open {
             adopt: options.adopt,
@@ -207,7 +207,7 @@ impl Open {
         }
     }
 
-    /// The same, with which source it is and what it is stored on.
+    /// Adds which source it is opened for, and what that is stored on.
     pub(crate) fn beside(self, source: &Handle) -> Result<Open, SyncError> {
         let about = source.about();
         let origin = Origin::of(about, source.lives()?, source.group()?);
@@ -409,7 +409,7 @@ pub(crate) fn text(said: &str) -> String {
     format!("{}{rest}", link::printable(text))
 }
 
-/// The same of several lines, for an error: whoever prints it keeps them apart from lines of its own.
+/// A peer's error, made safe to print, in several lines: whoever prints it keeps them apart from lines of its own.
 fn lines(said: &str) -> String {
     let (text, rest) = bounded(said);
     format!("{}{rest}", link::printable_lines(text))
@@ -533,7 +533,7 @@ impl Status {
         Status::of_message(&expect(receiver, STATUS)?, receiver)
     }
 
-    /// The same where its first message was received.
+    /// Receives the replica's status, of which the first message was received already.
     pub(crate) fn of_message(message: &Message, receiver: &Receiver) -> Result<Status, SyncError> {
         let status: Status = message.json()?;
         status.check()?;

@@ -36,7 +36,7 @@ pub struct SyncOptions {
     pub create: bool,
     /// What the destination has and the source has not may be given up, in this way.
     pub give_up: Option<GiveUp>,
-    /// Only to a replica that is there.
+    /// Sync only to a replica that is there.
     #[serde(skip)]
     pub existing: bool,
     /// Send the view that is open as `@view`.
@@ -111,7 +111,7 @@ pub enum Unreadable {
     Fail,
     /// Send what the replica cannot read; fail if the source cannot be read.
     SendAnew,
-    /// The same, and leave out what the source cannot read: the replica is unsure of it then, and incomplete.
+    /// Send what the replica cannot read, and leave out what the source cannot read: the replica is unsure of it then, and incomplete.
     LeaveOut,
 }
 

@@ -520,7 +520,7 @@ impl SyncPlan {
             && replica.resumes.is_none()
     }
 
-    /// The same as a pass over a live disk. It is sent up to the disk's end, whatever is there, so that the replica has
+    /// Makes it the plan of a pass over a live disk. It is sent up to the disk's end, whatever is there, so that the replica has
     /// some content for every block.
     pub(crate) fn into_pass(mut self) -> SyncPlan {
         self.pass = true;

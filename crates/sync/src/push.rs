@@ -34,7 +34,7 @@ pub fn push(
     part(sender, &receiver, pushed)
 }
 
-/// The same without the goodbye.
+/// Brings the replica up to date as [`push`] does, without the goodbye.
 pub(crate) fn push_over(
     (sender, receiver): (&Sender, &Receiver),
     handle: &Handle,
@@ -142,7 +142,7 @@ pub(crate) fn bring(
     Ok(summary)
 }
 
-/// The same with consent to give up what only the destination has.
+/// Brings the replica up to date, with consent to give up what only the destination has.
 fn consented(
     handle: &Handle,
     transfer: Transfer<'_>,

@@ -15,7 +15,7 @@ pub fn receive(link: Link, site: &dyn Site) -> Result<(), SyncError> {
     receive_within(link, site, &AllowedPaths::Anything)
 }
 
-/// The same, restricted to the allowed paths.
+/// Serves one sync as the replica's end of `link`, within the allowed paths.
 pub fn receive_within(link: Link, site: &dyn Site, allowed: &AllowedPaths) -> Result<(), SyncError> {
     let one: Opener<'_> = &|open| {
         let path = allowed.find(&open.path)?;
@@ -43,7 +43,7 @@ pub fn receive_within(link: Link, site: &dyn Site, allowed: &AllowedPaths) -> Re
     receive_at(link, Some(site), one, group)
 }
 
-/// The same for a replica that the caller opens, wherever it is.
+/// Serves one sync as the replica's end of `link`, to a replica that the caller opens, wherever it is.
 #[doc(hidden)]
 pub fn receive_over(
     link: Link,

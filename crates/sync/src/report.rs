@@ -40,7 +40,7 @@ pub struct Summary {
     pub extents: u64,
     /// Bytes of such blocks.
     pub bytes_changed: u64,
-    /// Those of them that the replica had elsewhere.
+    /// Bytes of such blocks that the replica had elsewhere.
     pub bytes_copied: u64,
     /// Bytes that the destination had beyond the end of the source, and that were cut off.
     pub bytes_cut: u64,

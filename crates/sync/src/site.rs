@@ -35,22 +35,22 @@ pub trait Site: Sync {
     /// As [`replica::inspect`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`replica::inspect`].
     fn lineage(&self, path: &Path, options: &replica::Options) -> replica::Result<Option<Lineage>>;
     /// As [`Replica::open`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`Replica::open`].
     fn open(&self, path: &Path, options: &replica::Options) -> replica::Result<Replica>;
     /// As [`replica::settle`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`replica::settle`].
     fn settle(&self, path: &Path) -> replica::Result<()>;
     /// As [`source::StateDir::source`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`source::StateDir::source`].
     fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError>;
     /// All known sources whose state can be read.
     ///
@@ -65,7 +65,7 @@ pub trait Site: Sync {
     /// As [`Handle::attach`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`Handle::attach`].
     fn attach(&self, what: &str, options: &SourceOptions) -> Result<Handle, SourceError>;
     /// How a source is opened whose user says nothing of that.
     fn unsaid(&self) -> SourceOptions {
@@ -74,17 +74,17 @@ pub trait Site: Sync {
     /// As [`source::succeed`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`source::succeed`].
     fn succeed(&self, path: &Path, succession: &Succession) -> Result<bool, SourceError>;
     /// As [`source::doubt`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`source::doubt`].
     fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError>;
     /// As [`source::written_since`]: why that is not known.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`source::written_since`].
     fn written_since(
         &self,
         place: &Path,
@@ -95,7 +95,7 @@ pub trait Site: Sync {
     /// As [`source::forget_source`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`source::forget_source`].
     fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError>;
     /// The list of replicas, if the host has one.
     fn known(&self) -> Option<KnownReplicas>;
@@ -107,12 +107,12 @@ pub trait Site: Sync {
     /// As [`replica::find_group`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`replica::find_group`].
     fn find_group(&self, dir: &Path) -> replica::Result<(PathBuf, String)>;
     /// As [`Group::open_members`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`Group::open_members`].
     fn members(&self, group: &Group, dir: &Path, apart: bool) -> replica::Result<Vec<Replica>>;
     /// The replicas in a folder, by the names and links that lead to them there, as far as they can be looked at.
     fn replicas_in(&self, _dir: &Path) -> Vec<(PathBuf, Lineage)> {
@@ -123,17 +123,17 @@ pub trait Site: Sync {
     /// As [`source::group_members`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`source::group_members`].
     fn group_members(&self, name: &str) -> Result<Members, SourceError>;
     /// As [`source::check_term`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`source::check_term`].
     fn check_term(&self, path: &Path, source: Uuid, term: u64) -> Result<(), SourceError>;
     /// As [`source::join_group`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`source::join_group`].
     fn join_group(&self, path: &Path, group: Membership) -> Result<bool, SourceError>;
     /// The folder of the demotion of a group, with its lock.
     ///
@@ -148,7 +148,7 @@ pub trait Site: Sync {
     /// As [`replica::promotes_still`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`replica::promotes_still`].
     fn promotes_still(&self, path: &Path, lineage: &Lineage) -> replica::Result<Option<(String, PathBuf)>>;
 
     /// As [`replica::demotes_anew`].

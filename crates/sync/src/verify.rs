@@ -154,7 +154,7 @@ pub(crate) fn replica_for_verify(path: &Path, options: &VerifyOptions) -> Open {
     Open { verify: true, ..Open::new(path, &options.journal_dir, options.commit) }
 }
 
-/// The same without the goodbye.
+/// Compares the replica with a view of the source as [`verify`] does, without the goodbye.
 pub(crate) fn verify_over(
     (sender, receiver): (&Sender, &Receiver),
     handle: &Handle,

@@ -105,7 +105,7 @@ impl LastWriteTime {
         self.keep();
     }
 
-    /// The same, durably.
+    /// Notes durably that another program has changed the image.
     pub(crate) fn doubt(&self) -> io::Result<()> {
         self.count_foreign();
         self.put()?;

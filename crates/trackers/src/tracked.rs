@@ -359,13 +359,13 @@ impl TrackedDisk {
         self.end_swap(swapped, follower)
     }
 
-    /// The same for several disks at one moment, each with a view: a write to one of them that began after a write to another had
+    /// Takes a checkpoint of several disks at one moment, each with a view: a write to one of them that began after a write to another had
     /// been answered is never in its view without that one. So the gates of all are closed before the first record is swapped,
     /// and opened after the last; meanwhile nothing is waited for. In the order of `members`, which must be the same for all
     /// callers.
     ///
     /// # Errors
-    /// Then no view is left open, and what was frozen is part of the next answer.
+    /// If a record cannot be ended: then no view is left open, and what was frozen is part of the next answer.
     pub fn checkpoint_together(members: &[(&TrackedDisk, Arc<CowStore>)]) -> Result<Vec<Frozen>, TrackError> {
         let _alone: Vec<_> = members.iter().map(|(disk, _)| disk.alone()).collect();
         let nexts = members.iter().map(|(disk, _)| disk.next()).collect::<Result<Vec<_>, _>>()?;
@@ -682,7 +682,7 @@ impl TrackedDisk {
 struct Next<'a> {
     disk: &'a TrackedDisk,
     spare: MutexGuard<'a, Option<BitmapFile>>,
-    /// For what was written, none of them set.
+    /// A bitmap for the blocks that were written, with none set.
     blocks: Bitmap,
 }
 

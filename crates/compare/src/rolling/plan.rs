@@ -83,7 +83,7 @@ type Piece = (Range<u64>, Vec<Token>, VecDeque<Buf>);
 /// the bytes read.
 ///
 /// # Errors
-/// Those of the disk and of `found`.
+/// If the disk or `found` fails.
 pub fn changes(
     disk: &Arc<dyn Disk>,
     index: &Index,

@@ -134,7 +134,7 @@ pub(super) fn parts(sums: &Sums) -> (u64, &[u8]) {
 /// zeroes.
 ///
 /// # Errors
-/// Those of the disk and of `say`; `InvalidData` for parameters out of range.
+/// If the disk or `say` fails; `InvalidData` for parameters out of range.
 pub fn block_sums(
     disk: &Arc<dyn Disk>,
     params: &SumParams,

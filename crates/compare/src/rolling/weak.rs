@@ -96,7 +96,7 @@ impl Weak {
         self.sum_by(block)
     }
 
-    /// The same with wider registers.
+    /// The sum of a block of any length, with the registers of AVX2.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,bmi2")]
     unsafe fn sum_wide(&self, block: &[u8]) -> u64 {

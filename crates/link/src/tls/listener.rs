@@ -28,7 +28,7 @@ pub struct Limits {
     pub sessions_of_key: usize,
     /// Connections that belong to no session yet: most of them have not presented a trusted key.
     pub pending: usize,
-    /// Of these, from one address (of IPv6, one network of 64 bits).
+    /// Pending connections from one address (of IPv6, one network of 64 bits).
     pub pending_of_address: usize,
     /// How long a connection may be pending, a session wait for its connections, and a link for its first message.
     pub patience: Duration,
@@ -112,7 +112,7 @@ impl Listener {
         Listener::on(socket, keys, limits, log)
     }
 
-    /// The same on a socket that listens already. It is not shut down at the end: other processes may hold it.
+    /// Serves a socket that listens already, unlike [`Listener::bind`], and does not shut it down at the end: other processes may hold it.
     ///
     /// # Errors
     /// [`Error::Listen`], [`Error::Keys`].

@@ -14,7 +14,7 @@ const LEAST: i64 = 4 << 20;
 #[derive(Debug)]
 pub(super) struct Budget(AtomicI64);
 
-/// That of this process.
+/// The budget of this process.
 pub(super) static ALL: Budget = Budget(AtomicI64::new(BUDGET));
 
 /// A session's share, given back at its end.

@@ -14,9 +14,9 @@ use crate::{Error, Key, Keys, Pin, Result, Roles};
 /// Which key is accepted.
 #[derive(Debug)]
 pub(super) enum Expected {
-    /// That of a server: its name in messages, the names under which its key may be pinned, the better one first, and what for.
+    /// The key of a server: its name in messages, the names under which its key may be pinned, the better one first, and what for.
     Server { peer: String, names: [String; 2], role: Roles },
-    /// That of a client: any key that is pinned to be served or, if names are given, only theirs.
+    /// The key of a client: any that is pinned to be served or, if names are given, only theirs.
     Client { from: Vec<String> },
 }
 

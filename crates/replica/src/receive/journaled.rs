@@ -25,7 +25,7 @@ pub(super) struct ToJournal {
     before: Contents,
     /// Bytes of it that are in order.
     bytes: u64,
-    /// The same up to the last frame.
+    /// Bytes of it up to the end of the last frame.
     frames_end: u64,
     /// What of the delta and of what was held before its source could not read.
     unread: Extents,
@@ -202,7 +202,7 @@ impl ToJournal {
         Ok((bytes + written, copied + read))
     }
 
-    /// The same up to where the group's intent decides.
+    /// Prepares the delta for the group's commit, whose intent decides, once its trailer was taken.
     pub(super) fn prepare(self, replica: &mut Replica, decoder: &Decoder, toward: &Toward) -> Result<()> {
         let (whole, cost) = self.complete(replica, decoder, toward, Growing::prepare)?;
         replica.set_prepared(whole.map(|contents| Prepared { contents, toward: toward.clone(), cost }));

@@ -412,8 +412,8 @@ impl DeltaReceiver<'_> {
         self.replica.refresh()
     }
 
-    /// The same at the end of a pass, behind which the delta of the cut comes. What was another source's replica is this one's
-    /// from here on, if the pass reached its end: only then may what comes go on from it.
+    /// Ends the delta of a pass, after which that of the cut comes: what has come is kept. What was another source's replica is this one's
+    /// from here on, if the pass reached its end: only then may the delta of the cut go on from it.
     ///
     /// # Errors
     /// If it cannot be recorded.

@@ -190,7 +190,7 @@ impl Replica {
         Ok(len.map_err(io_error("look at", &self.folder().join(name)))? == 0)
     }
 
-    /// True if these are from before the destination was adopted: only their removal was missing.
+    /// True if the deltas are from before the destination was adopted: only their removal was missing.
     fn outlives_adoption(&self, deltas: &[Contents]) -> bool {
         let first = deltas.first().and_then(|delta| delta.segments.first());
         self.proven() == Content::Unproven && first.is_none_or(|s| s.header.binds != Some(self.nonce()))
@@ -407,7 +407,7 @@ impl Replica {
         self.renamed(&toward, copy)
     }
 
-    /// The same where others have written to the file since: what it holds has to be compared.
+    /// Moves the lineage to a step whose file has its last name and was written to by others since: what it holds has to be compared.
     fn finish_in_doubt(&mut self) -> Result<()> {
         let Some(toward) = self.lineage().step.as_ref().map(|step| step.toward.clone()) else {
             return Ok(());

@@ -15,7 +15,7 @@ pub(super) enum Step {
     Clone,
     /// The seed is complete and durable; only the names are to be changed.
     NewFileFinished,
-    /// The same of a clone.
+    /// The clone is complete and durable; only the names are to be changed.
     CloneFinished,
 }
 
@@ -60,9 +60,9 @@ pub(super) enum Content {
     Unknown,
     /// What dsync left.
     AsLeft,
-    /// The same, but room was reserved in it since, or others changed its attributes alone, which moved its times.
+    /// What dsync left, but room was reserved in it since, or others changed its attributes alone, which moved its times.
     Reserved,
-    /// The same, taken over and not compared to the end.
+    /// What dsync left, taken over and not compared to the end.
     Unproven,
     /// Something else, or what others may have written to.
     Changed,
@@ -79,7 +79,7 @@ pub(super) enum Arriving {
     Part,
     /// A whole delta that fits.
     Complete,
-    /// The same, with room for what it writes.
+    /// A whole delta that fits, with room for what it writes.
     HasRoom,
     /// A whole delta that its group has committed: there was room for what it writes.
     Committed,
@@ -116,7 +116,7 @@ pub(super) enum Action {
     Look(Column),
     /// Change something, then decide again.
     Change(Change),
-    /// The last one.
+    /// The last action.
     End(End),
 }
 
@@ -131,7 +131,7 @@ pub(super) enum Column {
     Arriving,
 }
 
-/// What comes before the end.
+/// A change that is made before the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Change {
     /// Remove NAME.partial.
@@ -140,7 +140,7 @@ pub(super) enum Change {
     DropStep,
     /// Move the lineage: the step's file is at its name.
     FinishRename,
-    /// The same, with all of it marked as unsure.
+    /// Move the lineage with all of it marked as unsure: the step's file is at its name.
     FinishInDoubt,
     /// Rename NAME.partial to NAME, and move the lineage.
     PutInPlace,

@@ -36,7 +36,7 @@ use crate::{Gap, SourceError};
 
 /// Bytes of a trail at which it is tidied, and at every multiple.
 const TIDY_BYTES: u64 = 1 << 20;
-/// The same of one that stays long.
+/// A trail that stays longer than this is tidied only at multiples of it.
 const TIDY_LONG: u64 = 8 << 20;
 /// The most bytes that are kept of a trail when it is tidied.
 const MOST_BYTES: usize = 16 << 20;
@@ -206,7 +206,7 @@ impl Trail {
         Some(ranges)
     }
 
-    /// As the beginning of a log.
+    /// The trail, as the beginning of a log.
     pub(super) fn encode(&self) -> io::Result<Vec<u8>> {
         let mut content = MAGIC.to_vec();
         let mut names = &self.names[..];

@@ -161,7 +161,7 @@ impl FollowedSource {
         ended
     }
 
-    /// The same over a link.
+    /// Resumes batches over a link where the replica is, until stopped or an error.
     fn converse_over(
         &mut self,
         link: Link,

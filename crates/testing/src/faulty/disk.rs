@@ -28,7 +28,7 @@ struct Core {
 struct Durable {
     /// The durable content of the sectors that were changed since.
     sectors: BTreeMap<u64, [u8; SECTOR as usize]>,
-    /// The same for what a failed flush forgot: no later flush writes it.
+    /// The durable content of the sectors that a failed flush forgot: no later flush writes them.
     forgotten: BTreeMap<u64, [u8; SECTOR as usize]>,
     len: u64,
 }
@@ -185,7 +185,7 @@ impl Core {
         Ok(())
     }
 
-    /// The same for a range about to be zeroed or cut off, where holes have nothing to lose: terabytes of them are quick.
+    /// Keeps the durable data of a range about to be zeroed or cut off, where holes have nothing to lose: terabytes of them are quick.
     fn remember_data(&self, book: &mut Durable, offset: u64, len: u64) -> io::Result<()> {
         // What a failed flush forgot is written again, be it a hole by now.
         let mut again = book.forgotten.split_off(&sectors(offset, len).start);

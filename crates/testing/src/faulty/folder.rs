@@ -107,7 +107,7 @@ impl FaultyFolder {
         Self::open(power, path, false)
     }
 
-    /// The same, but syncing a file makes its name durable too, as ext4, XFS and Btrfs do.
+    /// Hangs the folder on the switch as [`FaultyFolder::new`] does, but syncing a file makes its name durable too, as ext4, XFS and Btrfs do.
     pub fn syncing_links(power: &Power, path: &Path) -> io::Result<FaultyFolder> {
         Self::open(power, path, true)
     }

@@ -36,7 +36,7 @@ impl BlockDevice {
         Self::of(&identity)
     }
 
-    /// The same, for a path known to be a block device.
+    /// Looks at the block device of this identity.
     pub(super) fn of(identity: &Identity) -> Result<BlockDevice, TrackError> {
         let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
         let sysfs = PathBuf::from("/sys/dev/block").join(&number);
