@@ -47,7 +47,6 @@ use std::io;
 use delta::{Combined, Epoch, Header, Reader};
 use device::{Folder, StateFile};
 use serde::{Deserialize, Serialize};
-use twox_hash::XxHash3_128;
 use uuid::Uuid;
 
 use crate::aside::Aside;
@@ -55,14 +54,11 @@ use crate::error::{ReplicaError, Result, disk_error, io_error, is_full};
 use crate::journal::{self, Input};
 use crate::keep::Keep;
 use crate::lineage::{self, Lineage};
-use crate::unsure::UnsureSet;
 use crate::version::of_version;
 use crate::views;
 
 /// An undo delta that is being written.
 pub(crate) const GROWING: &str = "undo";
-/// The blocks that an interrupted copy has replaced in its clone.
-const BLOCKS: &str = "undo-blocks";
 /// What the names of logs begin with.
 const LOG: &str = "undo-log-";
 /// What is kept, and when the replica came to a state to which it was rewound.
@@ -453,27 +449,6 @@ pub(crate) fn fold_logs(folder: &dyn Folder, present: Uuid) -> Result<()> {
     if entries.is_empty() { Ok(()) } else { fold(folder, &entries).map(drop) }
 }
 
-/// Writes down which blocks a clone has replaced so far; `of` names the clone and the state that it was made from.
-pub(crate) fn store_blocks(folder: &dyn Folder, of: (u64, Uuid), set: &UnsureSet) -> io::Result<()> {
-    let encoded = set.encode();
-    let mut bytes = hash_of(of, &encoded).to_vec();
-    bytes.extend(encoded);
-    device::replace(folder, BLOCKS, &bytes)
-}
-
-/// Reads that again; `None` if it is not known.
-pub(crate) fn load_blocks(folder: &dyn Folder, of: (u64, Uuid)) -> Option<UnsureSet> {
-    let file = folder.open(BLOCKS, false).ok()?;
-    let mut bytes = vec![0; file.len().ok()?.min(UnsureSet::LONGEST as u64) as usize];
-    file.read_at(0, &mut bytes).ok()?;
-    let (hash, encoded) = bytes.split_at_checked(16)?;
-    (hash_of(of, encoded) == *hash).then(|| UnsureSet::decode(encoded)).flatten()
-}
-
-fn hash_of((inode, state): (u64, Uuid), encoded: &[u8]) -> [u8; 16] {
-    XxHash3_128::oneshot_with_seed(inode ^ state.as_u64_pair().0, encoded).to_le_bytes()
-}
-
 /// How the past is aged.
 pub(crate) struct Ageing<'a> {
     pub folder: &'a dyn Folder,
@@ -496,8 +471,7 @@ impl Ageing<'_> {
         let failed = |e| io_error("age the past in", folder.path())(e);
         let mut past = Past::load(folder, self.present).map_err(failed)?;
         let (removed, run) = past.thin(keep, self.now, self.returned, &self.common);
-        let unfinished =
-            [GROWING.into(), BLOCKS.into(), device::reserved(SETTINGS), device::reserved(BLOCKS)];
+        let unfinished = [GROWING.into(), device::reserved(SETTINGS)];
         for name in past.rest.iter().chain(&removed).chain(&unfinished) {
             folder.remove(name).map_err(failed)?;
         }

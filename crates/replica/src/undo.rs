@@ -11,12 +11,12 @@ use uuid::Uuid;
 
 use crate::aside::Aside;
 use crate::destination::Name;
-use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error, io_error, is_full};
+use crate::error::{ReplicaError, Result, disk_error, io_error, is_full};
 use crate::holes::Holes;
 use crate::intent::Intent;
 use crate::journal::{self, Contents, Relief, Relieved, Target};
 use crate::keep::Keep;
-use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
+use crate::lineage::{Lineage, State, Toward, Unsure};
 use crate::old::Old;
 use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Squeezed, Undo};
 use crate::past_commits::PastCommits;
@@ -40,11 +40,7 @@ impl Touched {
     pub(crate) fn new(lineage: &Lineage) -> Touched {
         let mut set = UnsureSet::new();
         set.reach(lineage.size, lineage.block_size.into());
-        Touched::of(set, lineage.size)
-    }
-
-    fn of(set: UnsureSet, size: u64) -> Touched {
-        Touched { set, size, mends: false, via: false }
+        Touched { set, size: lineage.size, mends: false, via: false }
     }
 
     /// Takes a delta's header. From `known` on, what it does not name becomes zero.
@@ -64,16 +60,6 @@ impl Touched {
                 self.set.insert(record.offset()..record.end().min(self.size));
             }
         }
-    }
-
-    /// Writes down what a clone has replaced so far, before its step says how far that is.
-    pub(crate) fn store(&self, replica: &Replica) -> Result<()> {
-        let Some(clone) = replica.clone_of() else { return Ok(()) };
-        past::store_blocks(replica.state(), clone, &self.set).map_err(disk_error(
-            "write to",
-            replica.folder(),
-            INTERRUPTED,
-        ))
     }
 
     pub(crate) fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
@@ -164,20 +150,6 @@ impl Replica {
         let failed = io_error("read", self.path());
         journal::replay(self.state(), name, contents, &mut touched, &mut self.positions(), failed)?;
         Ok(Some(touched))
-    }
-
-    /// What an interrupted delta has replaced in a clone, if that is to be kept.
-    pub(crate) fn touched_before(&self) -> Option<Touched> {
-        let set = past::load_blocks(self.state(), self.clone_of().filter(|_| self.settings().is_some())?)?;
-        Some(Touched::of(set, self.lineage().size))
-    }
-
-    /// The clone of the step under way, and the state that it was made from.
-    fn clone_of(&self) -> Option<(u64, Uuid)> {
-        match self.lineage().step.as_ref()?.kind {
-            StepKind::Clone { inode } => Some((inode, self.lineage().nonce)),
-            StepKind::InPlace | StepKind::NewFile { .. } => None,
-        }
     }
 
     /// Why the present state is none that an undo delta could lead back to.

@@ -141,15 +141,26 @@ impl Replica {
             self.take_journal(sink, toward, header)
         });
         if begun.is_err() {
-            self.drop_unknown_clone()?;
+            self.drop_useless_clone()?;
         }
         begun
     }
 
-    /// Drops a clone whose content is unknown: it was never made durable, or not even cloned.
-    pub(super) fn drop_unknown_clone(&mut self) -> Result<()> {
-        let unknown = |step: &Step| matches!(step.kind, StepKind::Clone { .. }) && step.positions.is_empty();
-        if self.lineage().step.as_ref().is_some_and(unknown) {
+    /// True if the step under way is a commit to a clone that is not gone on from: nothing of it is durable, or the past is kept. What a process
+    /// that was killed wrote to it last, a comparison finds equal, and the way back would lack it.
+    pub(crate) fn begins_anew(&self) -> bool {
+        let keeps = self.settings().is_some();
+        let useless = |step: &Step| {
+            matches!(step.kind, StepKind::Clone { .. })
+                && !step.finished
+                && (keeps || step.positions.is_empty())
+        };
+        self.lineage().step.as_ref().is_some_and(useless)
+    }
+
+    /// Drops a clone that is not gone on from.
+    pub(super) fn drop_useless_clone(&mut self) -> Result<()> {
+        if self.begins_anew() {
             self.remove_partial()?;
             self.lineage_mut().step = None;
             self.store()?;
@@ -188,14 +199,7 @@ impl Replica {
     pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage().step.clone() else { return Ok(Sink::Closed) };
         let base = while_made(header, step.positions);
-        let mut touched = self.touched_before().filter(|_| self.keeps_what_is_replaced(header));
-        if let Some(touched) = &mut touched {
-            touched.header(header, kept(header, &base));
-        }
-        let mut sink = self.begin_step(step.kind, base, toward, header, false)?;
-        if let Sink::Direct(direct) = &mut sink {
-            direct.touched = touched;
-        }
+        let sink = self.begin_step(step.kind, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
 
@@ -340,7 +344,6 @@ impl Direct {
         if step.is_none_or(|step| step.positions == positions && unsure.is_none()) {
             return Ok(());
         }
-        self.touched.as_ref().map_or(Ok(()), |touched| touched.store(replica))?;
         let in_place = replica.writes_to() == Name::Final && !replica.destination().is_device();
         // With its times: a file that bears an earlier one does not have these parts.
         let settled = in_place.then(|| replica.destination().settle()).transpose();
@@ -428,8 +431,9 @@ impl Direct {
         let drained = self.applier.drain();
         // Nothing but its own writes may be taken for the destination's.
         let whole = replica.writes_to() == Name::Final;
-        let saved = match self.applier.has_forgotten() {
-            true => replica.drop_unknown_clone(),
+        let useless = replica.settings().is_some() && replica.begins_anew();
+        let saved = match self.applier.has_forgotten() || useless {
+            true => replica.drop_useless_clone(),
             false => self.save(replica, toward),
         };
         if whole {

@@ -66,7 +66,7 @@ impl Replica {
     /// Refused if the delta does not fit what [`Replica::status`] says; then nothing was changed.
     pub fn receive(&mut self, header: Unit, commit: Commit) -> Result<DeltaReceiver<'_>> {
         self.sound()?;
-        self.drop_unknown_clone()?;
+        self.drop_useless_clone()?;
         let wrong = |error: String| ReplicaError::Delta { path: self.path().to_path_buf(), error };
         let mut raw = Vec::new();
         delta::Writer::new(&mut raw).unit(&header).map_err(|e| wrong(e.to_string()))?;

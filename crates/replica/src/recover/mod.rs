@@ -138,7 +138,7 @@ impl Replica {
             Some((StepKind::NewFile { inode, .. }, true)) => (Step::NewFileFinished, Some(inode)),
             Some((StepKind::NewFile { inode, .. }, false)) => (Step::NewFile, Some(inode)),
             Some((StepKind::Clone { inode }, true)) => (Step::CloneFinished, Some(inode)),
-            Some((StepKind::Clone { inode }, false)) if self.positions().is_empty() => {
+            Some((StepKind::Clone { inode }, false)) if self.begins_anew() => {
                 (Step::ClonePending, Some(inode))
             }
             Some((StepKind::Clone { inode }, false)) => (Step::Clone, Some(inode)),

@@ -9,7 +9,7 @@ pub(super) enum Step {
     InPlace,
     /// A seed to a new file.
     NewFile,
-    /// A clone of which nothing was durable: it may be empty.
+    /// A clone that is not gone on from: nothing of it was durable, or the past is kept.
     ClonePending,
     /// A commit to a clone.
     Clone,

@@ -241,6 +241,32 @@ fn a_rewind_that_is_cut_anywhere_is_done_or_not_begun() {
     }
 }
 
+/// What a killed process wrote to a clone last, a comparison finds equal: the way back must have it all the same.
+#[test]
+fn a_clone_of_a_killed_process_costs_no_way_back() {
+    let source = source();
+    for frames in 1..12 {
+        let world = replica_after(Kind::File, &source, 1, &last(100), Commit::Reflink);
+        let mut replica = world.open(&on()).unwrap();
+        let mut units = units(&source.tracked(1, 2)).into_iter();
+        let mut receipt = replica.receive(units.next().unwrap(), Commit::Reflink).unwrap();
+        units.take(frames).for_each(|unit| receipt.unit(unit).unwrap());
+        std::mem::forget(receipt);
+        drop(replica);
+        let mut replica = world.open(&on()).unwrap();
+        let found = content(&replica).unwrap();
+        let in_place = replica.is_in_place(Commit::Reflink);
+        let delta = source.rolling(replica.status(), &found, 2, in_place);
+        merge(&mut replica, &delta, Commit::Reflink).unwrap();
+        assert!(world.holds(&source.images[2]));
+        let moments = replica.history().unwrap().moments;
+        let before =
+            moments.iter().find(|moment| moment.epoch == source.epochs[1]).expect("the moment before");
+        replica.rewind(before.state).unwrap();
+        assert!(world.holds(&source.images[1]), "killed after {frames} frames");
+    }
+}
+
 /// Something fails for a moment at every step: the commit goes on without a past, or fails, but no wrong moment is ever offered.
 #[test]
 fn what_fails_costs_the_past_at_most() {

@@ -13,18 +13,8 @@ const SIZE: u64 = 16 * BLOCK as u64;
 /// What no command may write to: a link in the state leads here.
 const VICTIM: &[u8] = b"precious";
 /// Names that mean something in the folder, beside those that are there.
-const NAMES: [&str; 10] = [
-    "journal",
-    "journal-whole",
-    "undo",
-    "undo-blocks",
-    "unsure",
-    "verdict",
-    "view-x",
-    "rest",
-    "lineage.new",
-    "intent",
-];
+const NAMES: [&str; 9] =
+    ["journal", "journal-whole", "undo", "unsure", "verdict", "view-x", "rest", "lineage.new", "intent"];
 
 fn merge(replica: &mut Replica, header: &Header, fill: u8) -> Result<(), Box<dyn std::error::Error>> {
     let (mut encoder, unit) = Encoder::new(header, None)?;
