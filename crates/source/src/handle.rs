@@ -184,6 +184,13 @@ impl Handle {
         matches!(&self.holder, Holder::Server(client, _) if client.alive()().is_err())
     }
 
+    /// The format in which its file seems to contain a disk, of one that is read as it lies there. Of what is served, a guest may have
+    /// written that to its disk.
+    pub fn container(&self) -> Option<&'static str> {
+        let rests = matches!(self.holder, Holder::Here(_));
+        rests.then(|| device::container_format(&self.about.path)).flatten()
+    }
+
     /// The source as a live disk, if it is one: then its only views are those of [`Live::cut`].
     pub fn live(&self) -> Option<&Live> {
         match &self.holder {

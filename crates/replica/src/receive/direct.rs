@@ -187,6 +187,7 @@ impl Replica {
     /// Goes on with NAME.partial.
     pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage().step.clone() else { return Ok(Sink::Closed) };
+        self.destination().mend(Name::Temporary)?;
         let base = while_made(header, step.positions);
         let mut touched = self.touched_before().filter(|_| self.keeps_what_is_replaced(header));
         if let Some(touched) = &mut touched {

@@ -1,0 +1,278 @@
+//! A qcow2 file as a disk, by a qemu-nbd.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64,
+    Ordering::{Relaxed, SeqCst},
+};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
+
+use device::{Access, DeviceError, DeviceErrorKind, Disk, Queue, ThreadQueue};
+use nbd::NbdDisk;
+use nbd::client::Address;
+
+use crate::server::Server;
+use crate::tools;
+
+/// How long the qemu-nbd of a process that was killed may take to end.
+const ORPHAN_ENDS_WITHIN: Duration = Duration::from_secs(10);
+/// How long a server that answers no more is waited for, to learn why.
+const LAST_WORDS_WITHIN: Duration = Duration::from_secs(5);
+/// What a cluster of QEMU's default size has.
+const CLUSTER: u64 = 64 << 10;
+
+/// How the disk is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Use {
+    /// Written, by nobody else.
+    Write,
+    /// Read, and nobody writes.
+    Read,
+    /// Read, though another process may write. What was written since the opening may be seen, or not; what was not, is.
+    ReadBesideWriter,
+}
+
+/// The disk in a qcow2 file. The file is locked as QEMU locks it. Ended in order when dropped.
+pub struct Image {
+    file: File,
+    path: PathBuf,
+    access: Use,
+    /// `None` where a change of the size has failed.
+    running: RwLock<Option<Running>>,
+    /// QEMU may hold tables in memory that are not in the file.
+    written: AtomicBool,
+    /// Held while they are written out.
+    settling: Mutex<()>,
+    /// Bytes for which room was asked since the last flush.
+    reserved: AtomicU64,
+}
+
+struct Running {
+    /// Before the server: the connection ends first.
+    disk: NbdDisk,
+    server: Server,
+}
+
+impl Running {
+    fn start(file: &File, access: Use) -> io::Result<Running> {
+        let server = Server::start(file, access)?;
+        match NbdDisk::connect(&Address::Unix(server.address()), "") {
+            Ok(disk) => Ok(Running { disk, server }),
+            Err(e) => Err(match server.last_words(LAST_WORDS_WITHIN) {
+                Some(text) => io::Error::other(format!("qemu-nbd: {}", tools::said(&text))),
+                None => e,
+            }),
+        }
+    }
+}
+
+impl Image {
+    /// Opens the disk in a file that is open, at least for what is to be done. `path` is for messages.
+    ///
+    /// # Errors
+    /// Of kind `ResourceBusy` if another program uses it, and says which; if qemu-nbd is missing or cannot open it.
+    pub fn open(file: File, path: &Path, access: Use) -> io::Result<Image> {
+        if let Some(lock) = access.lock() {
+            free(path, lock)?;
+        }
+        let running = Running::start(&file, access).map_err(|e| {
+            // Since it was free, another may have taken it.
+            let taken = access.lock().and_then(|lock| free(path, lock).err());
+            taken.map_or_else(
+                || io::Error::new(e.kind(), format!("cannot open {}: {e}", path.display())),
+                io::Error::from,
+            )
+        })?;
+        Ok(Image {
+            file,
+            path: path.to_path_buf(),
+            access,
+            running: RwLock::new(Some(running)),
+            written: AtomicBool::new(false),
+            settling: Mutex::default(),
+            reserved: AtomicU64::new(0),
+        })
+    }
+
+    /// Has QEMU write out what it holds in memory, if it may hold anything: nothing changes the file any more until the next write.
+    ///
+    /// # Errors
+    /// If it cannot. Then nothing tells what the file holds, and it has to be opened anew.
+    pub fn settle(&self) -> io::Result<()> {
+        let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.written.swap(false, SeqCst) {
+            false => Ok(()),
+            true => self.ask(|disk| disk.flush()).inspect_err(|_| self.written.store(true, SeqCst)),
+        }
+    }
+
+    /// Frees clusters that are allocated and used by nothing, as a kill of QEMU may leave them.
+    ///
+    /// # Errors
+    /// If QEMU finds more than that, or fails. Then the disk has to be opened anew.
+    pub fn reclaim(&self) -> io::Result<()> {
+        self.without_server(tools::reclaim)
+    }
+
+    /// Does something to the file for which QEMU must not have it open.
+    fn without_server(&self, act: impl FnOnce(&File) -> io::Result<()>) -> io::Result<()> {
+        if self.access != Use::Write {
+            return Err(self.read_only());
+        }
+        let mut running = self.running.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = running.take() {
+            running.disk.flush()?;
+        }
+        act(&self.file)?;
+        *running = Some(Running::start(&self.file, self.access)?);
+        self.written.store(false, SeqCst);
+        Ok(())
+    }
+
+    fn running(&self) -> RwLockReadGuard<'_, Option<Running>> {
+        self.running.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ask<T>(&self, ask: impl FnOnce(&NbdDisk) -> io::Result<T>) -> io::Result<T> {
+        let running = self.running();
+        let Some(running) = &*running else {
+            return Err(io::Error::other(format!("{} could not be opened again", self.path.display())));
+        };
+        ask(&running.disk).map_err(|e| {
+            // An error of the disk itself has a number.
+            let gone =
+                e.raw_os_error().is_none().then(|| running.server.last_words(Duration::ZERO)).flatten();
+            gone.map_or(e, |text| {
+                io::Error::other(format!(
+                    "qemu-nbd for {} is gone: {}",
+                    self.path.display(),
+                    tools::said(&text)
+                ))
+            })
+        })
+    }
+
+    fn change(&self, change: impl FnOnce(&NbdDisk) -> io::Result<()>) -> io::Result<()> {
+        if self.access != Use::Write {
+            return Err(self.read_only());
+        }
+        // Before and after: a flush in between covers only what was done before it.
+        self.written.store(true, SeqCst);
+        let changed = self.ask(change);
+        self.written.store(true, SeqCst);
+        changed
+    }
+}
+
+impl Use {
+    /// What others must not do meanwhile.
+    fn lock(self) -> Option<Access> {
+        match self {
+            Use::Write => Some(Access::Write),
+            Use::Read => Some(Access::ReadShared),
+            Use::ReadBesideWriter => None,
+        }
+    }
+}
+
+/// Fails if another program uses the file at `path` in a way that forbids this. The qemu-nbd that a process has left that was killed is
+/// waited for.
+///
+/// # Errors
+/// Of kind [`InUse`](device::DeviceErrorKind::InUse), with who uses it.
+pub fn free(path: &Path, access: Access) -> Result<(), DeviceError> {
+    let began = Instant::now();
+    loop {
+        let error = match device::lock_image(path, access) {
+            Ok(_) => return Ok(()),
+            // A file system without locks knows nothing of other users.
+            Err(e) if e.kind() == DeviceErrorKind::Unsupported => return Ok(()),
+            Err(e) => e,
+        };
+        if !error.to_string().contains("(qemu-nbd") || began.elapsed() >= ORPHAN_ENDS_WITHIN {
+            return Err(error);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+impl Disk for Image {
+    fn len(&self) -> u64 {
+        self.running().as_ref().map_or(0, |running| running.disk.len())
+    }
+
+    fn align(&self) -> u32 {
+        self.running().as_ref().map_or(1, |running| running.disk.align())
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.ask(|disk| disk.read_at(offset, buf))
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.change(|disk| disk.write_at(offset, buf))
+    }
+
+    fn write_through(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.change(|disk| disk.write_through(offset, buf))
+    }
+
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        self.change(|disk| disk.zero(offset, len, unmap, fast))
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.change(|disk| disk.discard(offset, len))
+    }
+
+    /// QEMU cannot reserve anything: this looks whether there is room, for all that was asked since the last flush.
+    fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
+        let clusters = (offset + len).div_ceil(CLUSTER) - offset / CLUSTER;
+        let reserved = self.reserved.fetch_add(clusters * CLUSTER, Relaxed) + clusters * CLUSTER;
+        let free = rustix::fs::fstatvfs(&self.file)?;
+        // Tables take one part in some thousands.
+        if reserved + reserved / 1024 + CLUSTER <= free.f_bavail.saturating_mul(free.f_frsize) {
+            return Ok(());
+        }
+        self.reserved.store(0, Relaxed);
+        Err(rustix::io::Errno::NOSPC.into())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.reserved.store(0, Relaxed);
+        let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+        self.written.store(false, SeqCst);
+        self.ask(|disk| disk.flush()).inspect_err(|_| self.written.store(true, SeqCst))
+    }
+
+    fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        self.ask(|disk| disk.allocated(from))
+    }
+
+    fn resize(&self, len: u64) -> io::Result<()> {
+        if self.len() == len {
+            return Ok(());
+        }
+        tools::check_size(len)?;
+        self.without_server(|file| tools::resize(file, len))?;
+        match self.len() {
+            is if is == len => Ok(()),
+            is => Err(io::Error::other(format!("{} has {is} bytes instead of {len}", self.path.display()))),
+        }
+    }
+
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(ThreadQueue::new(Arc::new(move |request| request.run(&*self)), depth)?))
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // What is not durable by now need not be, but QEMU should not have to hurry with it once it is told to end.
+        let _ = self.settle();
+    }
+}
