@@ -1030,7 +1030,8 @@ pub(crate) struct Serve {
     pub metrics: MetricsArg,
     #[command(flatten)]
     pub open: SourceArgs,
-    /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container
+    /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container, or the disk in a qcow2 file [default: what
+    /// the file seems to be; of a known source, what it is]
     #[arg(help_heading = ADVANCED, long, value_enum, value_name = "FORMAT")]
     pub format: Option<Format>,
     /// Bypass the page cache (O_DIRECT)

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
@@ -15,7 +16,7 @@ use device::{Access, DeviceError, DeviceErrorKind, Disk, Queue, ThreadQueue};
 use nbd::NbdDisk;
 use nbd::client::Address;
 
-use crate::server::Server;
+use crate::server::{Server, Use, hold};
 use crate::tools;
 
 /// How long the qemu-nbd of a process that was killed may take to end.
@@ -25,22 +26,13 @@ const LAST_WORDS_WITHIN: Duration = Duration::from_secs(5);
 /// What a cluster of QEMU's default size has.
 const CLUSTER: u64 = 64 << 10;
 
-/// How the disk is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Use {
-    /// Written, by nobody else.
-    Write,
-    /// Read, and nobody writes.
-    Read,
-    /// Read, though another process may write. What was written since the opening may be seen, or not; what was not, is.
-    ReadBesideWriter,
-}
-
 /// The disk in a qcow2 file. The file is locked as QEMU locks it. Ended in order when dropped.
 pub struct Image {
     file: File,
     path: PathBuf,
     access: Use,
+    /// Where other processes connect.
+    place: Option<PathBuf>,
     /// `None` where a change of the size has failed.
     running: RwLock<Option<Running>>,
     /// QEMU may hold tables in memory that are not in the file.
@@ -58,8 +50,8 @@ struct Running {
 }
 
 impl Running {
-    fn start(file: &File, access: Use) -> io::Result<Running> {
-        let server = Server::start(file, access)?;
+    fn start(file: &File, access: Use, place: Option<&Path>) -> io::Result<Running> {
+        let server = Server::start(file, access, place)?;
         match NbdDisk::connect(&Address::Unix(server.address()), "") {
             Ok(disk) => Ok(Running { disk, server }),
             Err(e) => Err(match server.last_words(LAST_WORDS_WITHIN) {
@@ -76,10 +68,23 @@ impl Image {
     /// # Errors
     /// Of kind `ResourceBusy` if another program uses it, and says which; if qemu-nbd is missing or cannot open it.
     pub fn open(file: File, path: &Path, access: Use) -> io::Result<Image> {
+        Image::open_at(file, path, access, None)
+    }
+
+    /// The same, to be written; other processes may [`connect`] to what writes it, at `socket`. Once this process is killed, all that was
+    /// written gets into the file.
+    ///
+    /// # Errors
+    /// As for [`Image::open`].
+    pub fn serve(file: File, path: &Path, socket: &Path) -> io::Result<Image> {
+        Image::open_at(file, path, Use::Write, Some(socket))
+    }
+
+    fn open_at(file: File, path: &Path, access: Use, place: Option<&Path>) -> io::Result<Image> {
         if let Some(lock) = access.lock() {
             free(path, lock)?;
         }
-        let running = Running::start(&file, access).map_err(|e| {
+        let running = Running::start(&file, access, place).map_err(|e| {
             // Since it was free, another may have taken it.
             let taken = access.lock().and_then(|lock| free(path, lock).err());
             taken.map_or_else(
@@ -91,6 +96,7 @@ impl Image {
             file,
             path: path.to_path_buf(),
             access,
+            place: place.map(Path::to_path_buf),
             running: RwLock::new(Some(running)),
             written: AtomicBool::new(false),
             settling: Mutex::default(),
@@ -128,7 +134,7 @@ impl Image {
             running.disk.flush()?;
         }
         act(&self.file)?;
-        *running = Some(Running::start(&self.file, self.access)?);
+        *running = Some(Running::start(&self.file, self.access, self.place.as_deref())?);
         self.written.store(false, SeqCst);
         Ok(())
     }
@@ -177,6 +183,15 @@ impl Use {
             Use::ReadBesideWriter => None,
         }
     }
+}
+
+/// The disk that another process [serves](Image::serve) at this socket, to be read.
+///
+/// # Errors
+/// If nobody does.
+pub fn connect(socket: &Path) -> io::Result<NbdDisk> {
+    let held = hold(socket)?;
+    NbdDisk::connect(&Address::Unix(format!("/proc/self/fd/{}", held.as_raw_fd()).into()), "")
 }
 
 /// Fails if another program uses the file at `path` in a way that forbids this. The qemu-nbd that a process has left that was killed is
@@ -274,5 +289,8 @@ impl Drop for Image {
     fn drop(&mut self) {
         // What is not durable by now need not be, but QEMU should not have to hurry with it once it is told to end.
         let _ = self.settle();
+        if let Some(place) = &self.place {
+            let _ = std::fs::remove_file(place);
+        }
     }
 }

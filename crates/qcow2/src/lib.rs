@@ -21,5 +21,6 @@ mod server;
 mod tools;
 
 pub use head::Head;
-pub use image::{Image, Use, free};
+pub use image::{Image, connect, free};
+pub use server::Use;
 pub use tools::{check, create};

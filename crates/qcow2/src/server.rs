@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::sync_channel;
@@ -17,13 +17,23 @@ use std::time::Duration;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::image::Use;
 use crate::tools::{DESCRIPTORS, missing, path_of_image};
 
 /// How long it may take to end, with its tables to be written to a slow disk.
 const ENDS_WITHIN: Duration = Duration::from_secs(60);
 /// What of its error text is kept.
 const MOST_TEXT: u64 = 16 << 10;
+
+/// How the disk is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Use {
+    /// Written, by nobody else.
+    Write,
+    /// Read, and nobody writes.
+    Read,
+    /// Read, though another process may write. What was written since the opening may be seen, or not; what was not, is.
+    ReadBesideWriter,
+}
 
 /// A qemu-nbd. Ended in order when dropped, which waits for it.
 pub(crate) struct Server {
@@ -43,9 +53,10 @@ struct Ended {
 
 impl Server {
     /// Starts it on the disk in `image`. It may still find that it cannot open that: then its connections end.
-    pub(crate) fn start(image: &File, access: Use) -> io::Result<Server> {
-        let (listener, socket) = nameless_socket()?;
-        let mut command = command(image, access)?;
+    /// With `place`, the socket keeps a name.
+    pub(crate) fn start(image: &File, access: Use, place: Option<&Path>) -> io::Result<Server> {
+        let (listener, socket) = place.map_or_else(nameless_socket, socket_at)?;
+        let mut command = command(image, access, place.is_some())?;
         command.stdin(OwnedFd::from(listener));
         let (tell, told) = sync_channel(1);
         let ended = Arc::new(Ended::default());
@@ -120,19 +131,37 @@ fn nameless_socket() -> io::Result<(UnixListener, OwnedFd)> {
     let folder = std::env::temp_dir().join(format!("dsync-{}-{number}", std::process::id()));
     DirBuilder::new().mode(0o700).create(&folder)?;
     let path = folder.join("nbd");
-    let made = device::listen_at(&path, 0o600).and_then(|listener| {
-        Ok((listener, openat(CWD, &path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?))
-    });
+    let made = device::listen_at(&path, 0o600).and_then(|listener| Ok((listener, hold(&path)?)));
     let _ = std::fs::remove_file(&path);
     let _ = std::fs::remove_dir(&folder);
     made
 }
 
+/// A listening socket at a path, and what it is reached by.
+fn socket_at(path: &Path) -> io::Result<(UnixListener, OwnedFd)> {
+    // Of a process that was killed. The path may be too long for a socket's.
+    let folder =
+        openat(CWD, path.parent().unwrap_or(Path::new("/")), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let _ = std::fs::remove_file(path);
+    let near = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()))
+        .join(path.file_name().unwrap_or_default());
+    let listener = device::listen_at(&near, 0o600)?;
+    Ok((listener, hold(path)?))
+}
+
+/// What a socket is reached by, also once its name is gone.
+pub(crate) fn hold(socket: &Path) -> io::Result<OwnedFd> {
+    Ok(openat(CWD, socket, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?)
+}
+
 /// The command line: the socket is its standard input, and the image its standard output, until a shell has moved them to where
 /// qemu-nbd looks.
-fn command(image: &File, access: Use) -> io::Result<Command> {
+fn command(image: &File, access: Use, serves: bool) -> io::Result<Command> {
     let mut command = Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL", "sh", "-c"]);
+    // What a client was told is written must outlive this process. Of a replica, the journal has that, and its file should not change for long
+    // after a kill.
+    let signal = if serves { "TERM" } else { "KILL" };
+    command.args(["--pdeathsig", signal, "sh", "-c"]);
     command.arg(format!("LISTEN_FDS=1 LISTEN_PID=$$ exec qemu-nbd \"$@\" {DESCRIPTORS}")).arg("sh");
     let cache = if takes_direct(image) { "none" } else { "writeback" };
     // What was no zero stays allocated until its source says that it is one: nothing here looks into what is written.

@@ -139,7 +139,7 @@ impl Handle {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
         let Some(client) = Client::connect(&place)? else { return Ok(None) };
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-        let backing = Arc::new(PathBacking::new(about.identity.clone(), &place));
+        let backing = Arc::new(PathBacking::new(about.identity.clone(), &place, about.format));
         let connect: Connect = Box::new(move || Client::connect(&place));
         Ok(Some(Handle { about, folder: Arc::new(folder), backing, holder: Holder::Server(client, connect) }))
     }
@@ -187,7 +187,7 @@ impl Handle {
     /// The format in which its file seems to contain a disk, of one that is read as it lies there. Of what is served, a guest may have
     /// written that to its disk.
     pub fn container(&self) -> Option<&'static str> {
-        let rests = matches!(self.holder, Holder::Here(_));
+        let rests = matches!(self.holder, Holder::Here(_)) && self.about.format.is_raw();
         rests.then(|| device::container_format(&self.about.path)).flatten()
     }
 

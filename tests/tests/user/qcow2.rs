@@ -358,3 +358,132 @@ fn it_is_one_moment_whatever_is_killed() {
     }
     println!("{hit} syncs were killed in time, {reclaimed} left nothing behind");
 }
+
+/// A scene whose source is a qcow2 file.
+fn served(what: &str, size: &str) -> Option<Scene> {
+    let mut scene = scene(what, MIB)?;
+    scene.stop();
+    scene.image = scene.site.path("source").join("vm.qcow2");
+    std::fs::create_dir(scene.image.parent().expect("a folder")).expect("a folder");
+    qemu_img(&["create", "-q", "-f", "qcow2"]).arg(&scene.image).arg(size).ok();
+    scene.start();
+    Some(scene)
+}
+
+/// Fails the test unless QEMU finds the same disk in both qcow2 files.
+fn equal_disks(scene: &Scene) {
+    sound(&scene.replica);
+    sound(&scene.image);
+    qemu_img(&["compare", "-q", "-f", "qcow2", "-F", "qcow2"]).arg(&scene.image).arg(&scene.replica).ok();
+}
+
+#[test]
+fn a_served_qcow2_is_tracked() {
+    let Some(mut scene) = served("a served qcow2", "32M") else { return };
+    assert_eq!(scene.client().size, 32 * MIB);
+    scene.change(200);
+    scene.sync(&[]).ok();
+    let changed = scene.change(100).len() as u64;
+    // A client's flush, and a snapshot that is read meanwhile.
+    let mut client = scene.client();
+    client.flush().expect("a flush");
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(
+        (&summary["method"], &summary["blocks_changed"]),
+        (&"tracked".into(), &changed.into()),
+        "{summary}"
+    );
+    scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica).ok();
+    drop(client);
+    // A raw replica of it.
+    let raw = scene.site.path("vm.raw.copy");
+    scene.site.sync(&scene.image, &raw, &[]).ok();
+    let last = scene.change(50).len() as u64;
+    scene.stop();
+    assert!(servers(&scene.image).is_empty());
+    equal_disks_but(&scene, last);
+    // What was written to it is still known, and it is read as the disk that it is.
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(
+        (&summary["method"], &summary["blocks_changed"]),
+        (&"tracked".into(), &last.into()),
+        "{summary}"
+    );
+    equal_disks(&scene);
+    scene.site.sync(&scene.image, &raw, &[]).ok();
+    equal(&raw, &scene.image);
+    // What others write while it is not served.
+    qemu_io(&scene.image, "write -P 5 2M 64K");
+    scene.start();
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "compare", "{summary}");
+    scene.stop();
+    equal_disks(&scene);
+    scene.site.dsync(["serve"]).arg(&scene.image).args(["--socket", "s", "--format", "raw"]).code(4);
+}
+
+/// They differ in what was not synced yet.
+fn equal_disks_but(scene: &Scene, blocks: u64) {
+    let compared =
+        qemu_img(&["compare", "-q", "-f", "qcow2", "-F", "qcow2"]).arg(&scene.image).arg(&scene.replica);
+    assert_eq!(compared.output().status.success(), blocks == 0);
+}
+
+#[test]
+fn a_killed_server_of_a_qcow2_loses_nothing_that_it_answered() {
+    let Some(mut scene) = served("kills of a qcow2's server", "32M") else { return };
+    scene.sync(&[]).ok();
+    for _ in 0..rounds(3, 30) {
+        scene.change(100);
+        // Not flushed.
+        let mut client = scene.client();
+        let at = scene.random.below(32 * MIB / 4096) * 4096;
+        client.write(at, &[7; 4096]).expect("a write");
+        scene.server.take().expect("a server").kill();
+        until("nobody has it open", || servers(&scene.image).is_empty());
+        sound(&scene.image);
+        scene.start();
+        assert_eq!(scene.client().read(at, 4096).expect("a read"), [7; 4096]);
+        let summary = scene.sync(&[]).ok().summary();
+        println!("{}", summary["trust"]);
+        scene.stop();
+        equal_disks(&scene);
+        scene.start();
+    }
+}
+
+#[test]
+fn roles_change_between_two_qcow2_files() {
+    let Some(mut scene) = served("roles of qcow2 files", "16M") else { return };
+    scene.change(100);
+    scene.sync(&[]).ok();
+    scene.stop();
+    let demoted = scene.site.dsync(["demote"]).arg(&scene.image).arg(&scene.replica).output();
+    assert!(demoted.status.success(), "{demoted}");
+    scene.site.dsync(["promote"]).arg(&scene.replica).ok();
+    std::mem::swap(&mut scene.image, &mut scene.replica);
+    scene.start();
+    scene.change(50);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    scene.stop();
+    equal_disks(&scene);
+}
+
+#[test]
+fn an_image_that_names_other_files_is_not_served() {
+    if !need(&["qemu-img"], "qcow2 files that name others") {
+        return;
+    }
+    let site = Site::new();
+    let (base, over) = (site.image("secret.raw", MIB), site.path("over.qcow2"));
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&base).arg(&over).ok();
+    for options in [&[][..], &["--read-only"], &["--format", "qcow2"]] {
+        let refused = site.dsync(["serve"]).arg(&over).args(["--socket", "s"]).args(options).code(4);
+        refused.says(&["over.qcow2", "backing file"]);
+    }
+    // The name alone says nothing, nor do the bytes.
+    let raw = site.path("disk.raw");
+    std::fs::copy(&over, &raw).expect("a copy");
+    site.dsync(["serve"]).arg(&raw).args(["--socket", "s"]).code(4).says(&["--format qcow2", "--format raw"]);
+}
