@@ -5,11 +5,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{
-    AtomicBool, AtomicU64,
-    Ordering::{Relaxed, SeqCst},
-};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use device::{Access, DeviceError, DeviceErrorKind, Disk, Queue, ThreadQueue};
@@ -39,8 +36,15 @@ pub struct Image {
     written: AtomicBool,
     /// Held while they are written out.
     settling: Mutex<()>,
-    /// Bytes for which room was asked since the last flush.
-    reserved: AtomicU64,
+    reserved: Mutex<Reserved>,
+}
+
+/// The room that was asked for since the last flush.
+#[derive(Default)]
+struct Reserved {
+    bytes: u64,
+    /// The cluster up to which they count.
+    upto: u64,
 }
 
 struct Running {
@@ -100,7 +104,7 @@ impl Image {
             running: RwLock::new(Some(running)),
             written: AtomicBool::new(false),
             settling: Mutex::default(),
-            reserved: AtomicU64::new(0),
+            reserved: Mutex::default(),
         })
     }
 
@@ -137,6 +141,10 @@ impl Image {
         *running = Some(Running::start(&self.file, self.access, self.place.as_deref())?);
         self.written.store(false, SeqCst);
         Ok(())
+    }
+
+    fn reserved(&self) -> MutexGuard<'_, Reserved> {
+        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn running(&self) -> RwLockReadGuard<'_, Option<Running>> {
@@ -244,21 +252,23 @@ impl Disk for Image {
         self.change(|disk| disk.discard(offset, len))
     }
 
-    /// QEMU cannot reserve anything: this looks whether there is room, for all that was asked since the last flush.
+    /// QEMU cannot reserve anything: this looks whether there is room, for all that was asked since the last flush, in ascending order.
     fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
-        let clusters = (offset + len).div_ceil(CLUSTER) - offset / CLUSTER;
-        let reserved = self.reserved.fetch_add(clusters * CLUSTER, Relaxed) + clusters * CLUSTER;
+        let mut asked = self.reserved();
+        let first = (offset / CLUSTER).max(asked.upto);
+        asked.upto = asked.upto.max((offset + len).div_ceil(CLUSTER));
+        asked.bytes += asked.upto.saturating_sub(first) * CLUSTER;
         let free = rustix::fs::fstatvfs(&self.file)?;
         // Tables take one part in some thousands.
-        if reserved + reserved / 1024 + CLUSTER <= free.f_bavail.saturating_mul(free.f_frsize) {
+        if asked.bytes + asked.bytes / 1024 + CLUSTER <= free.f_bavail.saturating_mul(free.f_frsize) {
             return Ok(());
         }
-        self.reserved.store(0, Relaxed);
+        *asked = Reserved::default();
         Err(rustix::io::Errno::NOSPC.into())
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.reserved.store(0, Relaxed);
+        *self.reserved() = Reserved::default();
         let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
         self.written.store(false, SeqCst);
         self.ask(|disk| disk.flush()).inspect_err(|_| self.written.store(true, SeqCst))

@@ -157,6 +157,7 @@ pub(crate) fn hold(socket: &Path) -> io::Result<OwnedFd> {
 /// The command line: the socket is its standard input, and the image its standard output, until a shell has moved them to where
 /// qemu-nbd looks.
 fn command(image: &File, access: Use, serves: bool) -> io::Result<Command> {
+    missing(&["qemu-nbd", "setpriv"])?;
     let mut command = Command::new("setpriv");
     // What a client was told is written must outlive this process. Of a replica, the journal has that, and its file should not change for long
     // after a kill.
@@ -165,7 +166,7 @@ fn command(image: &File, access: Use, serves: bool) -> io::Result<Command> {
     command.arg(format!("LISTEN_FDS=1 LISTEN_PID=$$ exec qemu-nbd \"$@\" {DESCRIPTORS}")).arg("sh");
     let cache = if takes_direct(image) { "none" } else { "writeback" };
     // What was no zero stays allocated until its source says that it is one: nothing here looks into what is written.
-    command.args(["--shared=16", "--discard=unmap", "--detect-zeroes=off"]).arg(format!("--cache={cache}"));
+    command.args(["--shared=64", "--discard=unmap", "--detect-zeroes=off"]).arg(format!("--cache={cache}"));
     let how = match access {
         Use::Write => "lazy-refcounts=off",
         Use::Read => {
@@ -180,10 +181,7 @@ fn command(image: &File, access: Use, serves: bool) -> io::Result<Command> {
     command.arg("--image-opts").arg(format!("driver=qcow2,{how},{}", path_of_image("file.")));
     // A terminal's interrupt is for us, who end it in order.
     command.stdout(image.try_clone()?).stderr(Stdio::piped()).process_group(0);
-    match missing("qemu-nbd") {
-        Some(error) => Err(error),
-        None => Ok(command),
-    }
+    Ok(command)
 }
 
 /// True if the file can bypass the page cache.

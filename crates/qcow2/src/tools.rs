@@ -14,20 +14,18 @@ pub(crate) fn path_of_image(prefix: &str) -> String {
 
 const IMAGE: &str = "/proc/self/fd/4";
 
-/// The package that has QEMU's tools.
-const PACKAGE: &str = "install it (Debian: apt install qemu-utils; Fedora: qemu-img)";
-
-/// The error where a program of QEMU is not installed.
-pub(crate) fn missing(program: &str) -> Option<io::Error> {
+/// The error where a program is not installed.
+pub(crate) fn missing(programs: &[&str]) -> io::Result<()> {
     let places = std::env::var_os("PATH").unwrap_or_default();
-    let found = std::env::split_paths(&places).any(|place| place.join(program).is_file());
-    let error = || {
-        io::Error::new(
-            io::ErrorKind::NotFound,
-            format!("{program}, which reads and writes qcow2, is not found: {PACKAGE}"),
-        )
+    let is_there =
+        |program: &&&str| std::env::split_paths(&places).any(|place| place.join(program).is_file());
+    let Some(program) = programs.iter().find(|program| !is_there(program)) else { return Ok(()) };
+    let package = match *program {
+        "setpriv" => "util-linux",
+        _ => "QEMU's tools (Debian: apt install qemu-utils; Fedora: qemu-img)",
     };
-    (!found).then(error)
+    let text = format!("{program} is needed for qcow2 files, and not found: install {package}");
+    Err(io::Error::new(io::ErrorKind::NotFound, text))
 }
 
 /// What QEMU said, with the image as its user knows it: the last line, without the program's name.
@@ -44,9 +42,7 @@ pub(crate) fn said(text: &str) -> String {
 
 /// Runs `qemu-img WHAT ARGS… IMAGE REST…` on a file. Returns what it printed.
 fn qemu_img(image: &File, what: &str, before: &[&str], after: &[&str]) -> io::Result<String> {
-    if let Some(error) = missing("qemu-img") {
-        return Err(error);
-    }
+    missing(&["qemu-img"])?;
     let mut command = Command::new("sh");
     // What it prints goes where a shell has its errors: the image takes the place of the output.
     command.arg("-c").arg(format!("exec qemu-img \"$@\" {DESCRIPTORS} 1>&2")).arg("sh").arg(what);

@@ -62,12 +62,12 @@ fn nothing_moves_its_times_once_it_is_settled() {
         (now.mtime(), now.mtime_nsec(), now.ctime(), now.ctime_nsec(), now.len())
     };
     for cluster in 0..20 {
-        disk.write_at(cluster * 3 << 20, &[cluster as u8 + 1; 70_000]).unwrap();
+        disk.write_at((cluster * 3) << 20, &[cluster as u8 + 1; 70_000]).unwrap();
     }
     disk.settle().unwrap();
     let settled = times();
     let mut read = [0; 70_000];
-    disk.read_at(19 * 3 << 20, &mut read).unwrap();
+    disk.read_at((19 * 3) << 20, &mut read).unwrap();
     assert!(read.iter().all(|byte| *byte == 20));
     disk.settle().unwrap();
     drop(disk);
@@ -100,6 +100,33 @@ fn it_grows_and_shrinks_under_a_queue() {
     assert_eq!(Head::of(&open(&path)).unwrap().unwrap().size, 2 << 20);
     let odd = disk.resize(1000).unwrap_err();
     assert!(odd.to_string().contains("512") && disk.read_at(0, &mut [0]).is_ok(), "{odd}");
+}
+
+#[test]
+fn what_a_kill_left_unused_is_freed() {
+    let temp = tempfile::tempdir().unwrap();
+    let (path, disk) = new(temp.path(), 4 << 20);
+    disk.write_at(0, &[1; 65536]).unwrap();
+    disk.write_at(1 << 20, &[2; 65536]).unwrap();
+    drop(disk);
+    // As if the second cluster's entry had not been written: the second table, by the place that the head says.
+    let number = |at| {
+        let mut bytes = [0; 8];
+        open(&path).read_exact_at(&mut bytes, at).unwrap();
+        u64::from_be_bytes(bytes) & 0x00ff_ffff_ffff_fe00
+    };
+    open(&path).write_all_at(&[0; 8], number(number(40)) + 16 * 8).unwrap();
+    let leaks = || {
+        !Command::new("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(&path).status().unwrap().success()
+    };
+    assert!(leaks());
+    let disk = image(&path, Use::Write);
+    disk.reclaim().unwrap();
+    let mut read = [0; 65536];
+    disk.read_at(0, &mut read).unwrap();
+    assert!(read.iter().all(|byte| *byte == 1));
+    drop(disk);
+    assert!(!leaks());
 }
 
 #[test]

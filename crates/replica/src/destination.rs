@@ -373,7 +373,8 @@ impl Destination for FileDestination {
     fn create(&self) -> io::Result<u64> {
         let file = self.file(Name::Temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
         if !self.format.is_raw() {
-            qcow2::create(&self.file(Name::Temporary, OFlags::RDWR)?)?;
+            let made = self.file(Name::Temporary, OFlags::RDWR).and_then(|file| qcow2::create(&file));
+            made.inspect_err(|_| drop(self.remove()))?;
         }
         Ok(file.metadata()?.ino())
     }

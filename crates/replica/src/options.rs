@@ -30,7 +30,7 @@ pub struct Options {
     pub doubt: bool,
     /// How the disk is to lie in its file. `None`: as it does, and for a new one as its name says.
     pub format: Option<Format>,
-    /// The source is a container of a disk, which is copied as it is: the name of a new file says the same of its copy.
+    /// The source is a file that is copied as it is, whatever is in it: the name of a new file says the same of its copy.
     pub container: bool,
     /// What of its past is to be kept from the next commit on. `None`: what was kept before; nothing of a new replica.
     pub keep: Option<Keep>,

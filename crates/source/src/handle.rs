@@ -191,6 +191,12 @@ impl Handle {
         rests.then(|| device::container_format(&self.about.path)).flatten()
     }
 
+    /// True if it is the file that is followed, whatever may be in it, as of one that is tracked by clones: its copy is the same file.
+    pub fn is_file(&self) -> bool {
+        let named = device::Format::of_name(&self.about.path) == device::Format::Qcow2;
+        self.about.format.is_raw() && (named || self.is_clone() || self.container().is_some())
+    }
+
     /// The source as a live disk, if it is one: then its only views are those of [`Live::cut`].
     pub fn live(&self) -> Option<&Live> {
         match &self.holder {

@@ -98,7 +98,7 @@ pub(crate) struct Open {
     pub commit: Commit,
     /// How the disk is to lie in the replica's file, where its user says.
     pub format: Option<Format>,
-    /// The source is a container of a disk, which is copied as it is.
+    /// The source is a file that is copied as it is, whatever is in it.
     pub container: bool,
     pub adopt: bool,
     /// Create another replica if one is gone.
@@ -218,7 +218,7 @@ impl Open {
     pub(crate) fn beside(self, source: &Handle) -> Result<Open, SyncError> {
         let about = source.about();
         let origin = Origin::of(about, source.lives()?, source.group()?);
-        let container = source.container().is_some();
+        let container = source.is_file();
         Ok(Open { source: Storage::of(&about.path), origin: Some(origin), container, ..self })
     }
 }
