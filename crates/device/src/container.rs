@@ -1,9 +1,45 @@
 //! Image formats that contain a disk. Served or copied raw, they are the container instead of the disk.
 
+use std::fmt;
 use std::path::Path;
+
+use serde::{Deserialize, Serialize};
 
 use crate::Buf;
 use crate::file::Options;
+
+/// How a disk lies in its file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// Byte for byte.
+    #[default]
+    Raw,
+    /// In QEMU's format.
+    Qcow2,
+}
+
+impl Format {
+    /// True of the usual one, which is not written down.
+    pub fn is_raw(&self) -> bool {
+        *self == Format::Raw
+    }
+
+    /// The format that the name of a file says.
+    pub fn of_name(path: &Path) -> Format {
+        let qcow2 = path.extension().is_some_and(|end| end.eq_ignore_ascii_case("qcow2"));
+        if qcow2 { Format::Qcow2 } else { Format::Raw }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Format::Raw => "raw",
+            Format::Qcow2 => "qcow2",
+        })
+    }
+}
 
 /// Bytes in which every format says what it is.
 const HEAD: u64 = 4096;

@@ -55,7 +55,7 @@ pub use bell::Bell;
 pub use buffer::Buf;
 pub use clock::{Boot, Clock, Life, grain, stamps_apart};
 pub use clone::{Overwritten, clone_file, differing, likely_differing, tells_places};
-pub use container::container_format;
+pub use container::{Format, container_format};
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
 pub use file::{Options, adopt, open, open_without_uring};

@@ -657,6 +657,10 @@ pub(crate) struct BeginArgs {
     /// Create a new replica where one is missing for good
     #[arg(long)]
     pub create: bool,
+    /// How the disk lies in the replica's file. One that is there stays as it is [default: qcow2 if a new file's name ends in
+    /// .qcow2, else raw]
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub format: Option<Format>,
     #[command(flatten)]
     pub past: KeepArgs,
 }
@@ -1026,7 +1030,8 @@ pub(crate) struct Serve {
     pub metrics: MetricsArg,
     #[command(flatten)]
     pub open: SourceArgs,
-    /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container
+    /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container, or the disk in a qcow2 file [default: what
+    /// the file seems to be; of a known source, what it is]
     #[arg(help_heading = ADVANCED, long, value_enum, value_name = "FORMAT")]
     pub format: Option<Format>,
     /// Bypass the page cache (O_DIRECT)
@@ -1051,11 +1056,22 @@ pub(crate) struct PlaceArgs {
     pub allow_local_users: bool,
 }
 
-/// What an image is taken for.
+/// How a disk lies in its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
-    /// The bytes of a disk
+    /// Byte for byte
     Raw,
+    /// In QEMU's format
+    Qcow2,
+}
+
+impl From<Format> for device::Format {
+    fn from(format: Format) -> device::Format {
+        match format {
+            Format::Raw => device::Format::Raw,
+            Format::Qcow2 => device::Format::Qcow2,
+        }
+    }
 }
 
 /// `track`.

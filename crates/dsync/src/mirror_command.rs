@@ -33,6 +33,7 @@ pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) ->
             overwrite: args.begin.overwrites(),
             accept_source: args.begin.accept_source,
             create: args.begin.create,
+            format: args.begin.format.map(Into::into),
             compress: args.compress.level,
             bwlimit: steering.pace.clone(),
             journal_dir: args.far.journal_dir.clone(),

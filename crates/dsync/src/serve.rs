@@ -199,17 +199,30 @@ fn runs_of(offset: u64, len: u64, block_size: u64, dirty: Vec<Range<u64>>) -> Ve
     statuses
 }
 
-/// Refuses an image that is a container of a disk, unless it is a known source already: what a guest writes to the first
-/// block of its disk must not keep the disk from being served again.
-fn check_format(image: &Path, state: &StateDir) -> Result<()> {
-    let Some(format) = device::container_format(image) else { return Ok(()) };
-    let path = device::identity(image)?.path;
-    if state.source(&path.to_string_lossy())?.is_some() {
-        return Ok(());
+/// How the disk in an image is served: what is known of a source, or what its name and its first bytes say, which a guest may have
+/// written to a raw disk. That must not keep it from being served again either. An image in a format that cannot be served is refused.
+fn format_of(image: &Path, args: &args::Serve, state: &StateDir) -> Result<device::Format> {
+    if let Some(format) = args.format {
+        return Ok(format.into());
     }
+    let path = device::identity(image)?.path;
+    if let Some((_, about)) = state.source(&path.to_string_lossy())? {
+        return Ok(about.format);
+    }
+    let format = match device::container_format(image) {
+        None => return Ok(device::Format::Raw),
+        Some("qcow2") if device::Format::of_name(image) == device::Format::Qcow2 => {
+            return Ok(device::Format::Qcow2);
+        }
+        Some(other) => other,
+    };
+    let way_out = match format {
+        "qcow2" => "Pass --format qcow2 to serve the disk",
+        _ => "Convert it with \"qemu-img convert\"",
+    };
     Err(Failure::refused(format!(
-        "{} is a {format} image: a client would see the container's bytes, not the disk in it. Convert it with \
-         \"qemu-img convert -O raw\", or pass --format raw to serve the container itself",
+        "{} is a {format} image: a client would see the container's bytes, not the disk in it. {way_out}, or pass --format raw to serve \
+         the container itself",
         image.display()
     ))
     .into())
@@ -416,16 +429,19 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
             ))
             .into());
         }
-        if args.format.is_none() {
-            check_format(image, state)?;
+        let format = format_of(image, args, state)?;
+        if format.is_raw() {
+            warn_odd(image, output);
         }
-        warn_odd(image, output);
         let what = if args.read_only {
             check_whole(image, state, output)?;
             let options = device::Options { write: false, direct: args.direct, exclusive: false };
-            What::ReadOnly(device::open(image, &options)?)
+            What::ReadOnly(match format {
+                device::Format::Raw => device::open(image, &options)?,
+                device::Format::Qcow2 => source::read_image(image)?,
+            })
         } else {
-            let source = open_tracked(image, args, state)?;
+            let source = open_tracked(image, format, args, state)?;
             if args.group.is_none() {
                 warn_alone(&source, state, output)?;
             }
@@ -478,8 +494,14 @@ fn warn_alone(source: &Source, state: &StateDir, output: &Output) -> Result<()> 
 }
 
 /// Opens an image to be tracked.
-fn open_tracked(image: &Path, args: &args::Serve, state: &StateDir) -> Result<Arc<Source>> {
+fn open_tracked(
+    image: &Path,
+    format: device::Format,
+    args: &args::Serve,
+    state: &StateDir,
+) -> Result<Arc<Source>> {
     let options = source::SourceOptions {
+        format: Some(format),
         block_size: crate::block_size(args.open.block_size)?,
         read_only: false,
         direct: args.direct,

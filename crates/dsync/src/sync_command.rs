@@ -49,6 +49,7 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
         shrink: args.open.allow_shrink,
         accept_source: args.begin.accept_source,
         create: args.begin.create,
+        format: args.begin.format.map(Into::into),
         give_up: None,
         existing: false,
         at_view: args.live.at_view,
@@ -184,6 +185,13 @@ fn check(info: &SourceInfo, args: &args::Sync, output: &Output) -> Result<(), Sy
     let allow_shrink = args.open.allow_shrink && !args.begin.adopts();
     let open = SourceArgs { allow_shrink, ..args.open.clone() };
     effect::on_source(info, &open, &args.live.given(), output);
+    if let (Some(format), Some(args::Format::Qcow2)) = (&info.container, args.begin.format) {
+        return Err(SyncError::Refused(format!(
+            "{} is a {format} image, and is copied as it is, so --format qcow2 would put it into another one: omit that, or serve the disk in it \
+             with \"dsync serve\"",
+            info.path.display()
+        )));
+    }
     effect::on_container(info, args.destination.as_deref().unwrap_or_default(), output);
     if args.live.freeze == Some(FreezeArg::Require) && !info.tracked {
         let why = "is not a tracked disk, so no file system on it can be frozen: omit --freeze require";

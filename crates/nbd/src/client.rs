@@ -1,45 +1,22 @@
 //! A small NBD client: fixed newstyle, structured replies, meta contexts, requests in flight as many as the caller
 //! starts. It shares no code with the server, so that both cannot be wrong in the same way.
+//!
+//! [`Client`] is for one thread, and shows the protocol as it is. [`crate::NbdDisk`] is an export as a disk.
 
 use std::collections::HashMap;
 use std::fmt;
-use std::io::{self, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::io::{self, BufReader, Read};
 use std::ops::Range;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::Path;
 
-const OPTION_MAGIC: u64 = 0x4948_4156_454F_5054;
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
+mod dial;
+mod wire;
 
-const OPT_LIST: u32 = 3;
-const OPT_GO: u32 = 7;
-const OPT_STRUCTURED_REPLY: u32 = 8;
-const OPT_SET_META_CONTEXT: u32 = 10;
-
-const REP_ACK: u32 = 1;
-const REP_SERVER: u32 = 2;
-const REP_INFO: u32 = 3;
-const REP_META_CONTEXT: u32 = 4;
-const REP_ERROR: u32 = 1 << 31;
-
-const CHUNK_OFFSET_DATA: u16 = 1;
-const CHUNK_OFFSET_HOLE: u16 = 2;
-const CHUNK_BLOCK_STATUS: u16 = 5;
-const CHUNK_ERROR: u16 = 1 << 15;
-const CHUNK_DONE: u16 = 1;
-
-const CMD_READ: u16 = 0;
-const CMD_WRITE: u16 = 1;
-const CMD_DISCONNECT: u16 = 2;
-const CMD_FLUSH: u16 = 3;
-const CMD_TRIM: u16 = 4;
-const CMD_WRITE_ZEROES: u16 = 6;
-const CMD_BLOCK_STATUS: u16 = 7;
+pub use dial::{Address, list};
+pub(crate) use dial::{Dialed, Stream};
+pub(crate) use wire::{
+    Arrived, BLOCK_STATUS, DISCONNECT, FLUSH, Head, Order, READ, TRIM, WRITE, ZEROES, error_of,
+};
 
 /// Command flag: durable when answered.
 pub const FUA: u16 = 1;
@@ -56,30 +33,6 @@ pub const ZERO: u32 = 2;
 pub const DIRTY: &str = "qemu:dirty-bitmap:dsync";
 /// The context of allocation.
 pub const ALLOCATION: &str = "base:allocation";
-
-/// Where a server listens.
-#[derive(Debug, Clone)]
-pub enum Address {
-    /// A Unix socket.
-    Unix(PathBuf),
-    /// `HOST:PORT`.
-    Tcp(String),
-}
-
-impl From<&Path> for Address {
-    fn from(path: &Path) -> Address {
-        Address::Unix(path.to_path_buf())
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Address::Unix(path) => write!(f, "unix:{}", path.display()),
-            Address::Tcp(name) => f.write_str(name),
-        }
-    }
-}
 
 /// What a request does.
 #[derive(Debug, Clone)]
@@ -133,9 +86,6 @@ pub struct Reply {
     pub status: HashMap<u32, Vec<(u32, u32)>>,
 }
 
-trait Stream: Read + Write + Send {}
-impl<S: Read + Write + Send> Stream for S {}
-
 /// A connection to one export.
 pub struct Client {
     input: BufReader<Box<dyn Stream>>,
@@ -148,8 +98,8 @@ pub struct Client {
     pub block_sizes: Option<(u32, u32, u32)>,
     contexts: HashMap<String, u32>,
     next: u64,
-    /// Per request in flight: the offset, and the buffer of a read.
-    pending: HashMap<u64, (u64, Reply)>,
+    /// Per request in flight: the offset, the buffer of a read, and what else has arrived.
+    pending: HashMap<u64, (u64, Vec<u8>, Arrived)>,
 }
 
 fn bad(what: impl fmt::Display) -> io::Error {
@@ -180,100 +130,6 @@ fn bytes(from: &mut impl Read, len: usize) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The handshake's state: connected, options may follow.
-struct Handshake {
-    input: BufReader<Box<dyn Stream>>,
-    output: Box<dyn Stream>,
-}
-
-impl Handshake {
-    fn begin(address: &Address) -> io::Result<Handshake> {
-        // A server that hangs fails the test instead of hanging it.
-        let limit = Some(Duration::from_secs(60));
-        let (input, output): (Box<dyn Stream>, Box<dyn Stream>) = match address {
-            Address::Unix(path) => {
-                let stream = UnixStream::connect(path)?;
-                stream.set_read_timeout(limit)?;
-                (Box::new(stream.try_clone()?), Box::new(stream))
-            }
-            Address::Tcp(name) => {
-                let stream = TcpStream::connect(name)?;
-                stream.set_nodelay(true)?;
-                stream.set_read_timeout(limit)?;
-                (Box::new(stream.try_clone()?), Box::new(stream))
-            }
-        };
-        let mut shake = Handshake { input: BufReader::with_capacity(1 << 18, input), output };
-        if &array::<8>(&mut shake.input)? != b"NBDMAGIC" || u64(&mut shake.input)? != OPTION_MAGIC {
-            return Err(bad("not an NBD newstyle server"));
-        }
-        let flags = u16(&mut shake.input)?;
-        if flags & 1 == 0 {
-            return Err(bad("the server is not fixed newstyle"));
-        }
-        // Fixed newstyle, and no zeroes where the server knows of that.
-        shake.output.write_all(&u32::from(flags & 3).to_be_bytes())?;
-        Ok(shake)
-    }
-
-    fn option(&mut self, option: u32, data: &[u8]) -> io::Result<()> {
-        let mut message = Vec::with_capacity(16 + data.len());
-        message.extend(OPTION_MAGIC.to_be_bytes());
-        message.extend(option.to_be_bytes());
-        message.extend((data.len() as u32).to_be_bytes());
-        message.extend(data);
-        self.output.write_all(&message)
-    }
-
-    fn reply(&mut self, option: u32) -> io::Result<(u32, Vec<u8>)> {
-        let magic = u64(&mut self.input)?;
-        let answered = u32(&mut self.input)?;
-        let kind = u32(&mut self.input)?;
-        let len = u32(&mut self.input)?;
-        if magic != OPTION_REPLY_MAGIC || answered != option || len > 1 << 20 {
-            return Err(bad(format!("a malformed reply to option {option}")));
-        }
-        Ok((kind, bytes(&mut self.input, len as usize)?))
-    }
-
-    /// Sends an option and returns the replies before the acknowledgement.
-    fn ask(&mut self, option: u32, data: &[u8]) -> io::Result<Vec<(u32, Vec<u8>)>> {
-        self.option(option, data)?;
-        let mut replies = Vec::new();
-        loop {
-            let (kind, content) = self.reply(option)?;
-            match kind {
-                REP_ACK => return Ok(replies),
-                _ if kind & REP_ERROR != 0 => {
-                    let text = String::from_utf8_lossy(&content).into_owned();
-                    return Err(io::Error::other(format!("option {option}: error {kind:#x} {text}")));
-                }
-                _ => replies.push((kind, content)),
-            }
-        }
-    }
-}
-
-fn name_field(name: &str) -> Vec<u8> {
-    let mut field = (name.len() as u32).to_be_bytes().to_vec();
-    field.extend(name.as_bytes());
-    field
-}
-
-/// The exports a server lists.
-pub fn list(address: &Address) -> io::Result<Vec<String>> {
-    let mut shake = Handshake::begin(address)?;
-    let replies = shake.ask(OPT_LIST, &[])?;
-    let servers = replies.into_iter().filter(|(kind, _)| *kind == REP_SERVER);
-    servers
-        .map(|(_, content)| {
-            let mut rest = &content[..];
-            let len = u32(&mut rest)? as usize;
-            Ok(String::from_utf8_lossy(&bytes(&mut rest, len)?).into_owned())
-        })
-        .collect()
-}
-
 impl Client {
     /// Connects to an export, with the contexts of allocation and of the dirty bitmap where the server has them.
     pub fn connect(address: &Address, export: &str) -> io::Result<Client> {
@@ -282,48 +138,9 @@ impl Client {
 
     /// Connects to an export and requests these contexts. Those that the server lacks are omitted.
     pub fn connect_with(address: &Address, export: &str, contexts: &[&str]) -> io::Result<Client> {
-        let mut shake = Handshake::begin(address)?;
-        shake.ask(OPT_STRUCTURED_REPLY, &[])?;
-        let mut ids = HashMap::new();
-        if !contexts.is_empty() {
-            let mut query = name_field(export);
-            query.extend((contexts.len() as u32).to_be_bytes());
-            contexts.iter().for_each(|context| query.extend(name_field(context)));
-            for (kind, content) in shake.ask(OPT_SET_META_CONTEXT, &query)? {
-                if kind == REP_META_CONTEXT && content.len() > 4 {
-                    let id = u32(&mut &content[..4])?;
-                    ids.insert(String::from_utf8_lossy(&content[4..]).into_owned(), id);
-                }
-            }
-        }
-        let mut go = name_field(export);
-        // One information request: the block sizes.
-        go.extend(1u16.to_be_bytes());
-        go.extend(3u16.to_be_bytes());
-        let (mut found, mut block_sizes) = (None, None);
-        for (kind, content) in shake.ask(OPT_GO, &go)? {
-            let mut rest = &content[..];
-            if kind != REP_INFO {
-                continue;
-            }
-            match u16(&mut rest)? {
-                0 => found = Some((u64(&mut rest)?, u16(&mut rest)?)),
-                3 => block_sizes = Some((u32(&mut rest)?, u32(&mut rest)?, u32(&mut rest)?)),
-                _ => {}
-            }
-        }
-        let (size, flags) = found.ok_or_else(|| bad("the server did not name the export's size"))?;
-        let Handshake { input, output } = shake;
-        Ok(Client {
-            input,
-            output,
-            size,
-            flags,
-            block_sizes,
-            contexts: ids,
-            next: 1,
-            pending: HashMap::new(),
-        })
+        let Dialed { input, output, size, flags, block_sizes, contexts, .. } =
+            Dialed::new(address, export, contexts)?;
+        Ok(Client { input, output, size, flags, block_sizes, contexts, next: 1, pending: HashMap::new() })
     }
 
     /// True if the server granted a context.
@@ -334,38 +151,21 @@ impl Client {
     /// Sends a request and returns its cookie.
     pub fn start(&mut self, command: &Command) -> io::Result<u64> {
         let (kind, flags, offset, len, data): (_, _, _, _, &[u8]) = match command {
-            Command::Read { offset, len } => (CMD_READ, 0, *offset, *len, &[]),
-            Command::Write { offset, data, flags } => (CMD_WRITE, *flags, *offset, data.len() as u32, data),
-            Command::Zero { offset, len, flags } => (CMD_WRITE_ZEROES, *flags, *offset, *len, &[]),
-            Command::Trim { offset, len } => (CMD_TRIM, 0, *offset, *len, &[]),
-            Command::Flush => (CMD_FLUSH, 0, 0, 0, &[]),
+            Command::Read { offset, len } => (READ, 0, *offset, *len, &[]),
+            Command::Write { offset, data, flags } => (WRITE, *flags, *offset, data.len() as u32, data),
+            Command::Zero { offset, len, flags } => (ZEROES, *flags, *offset, *len, &[]),
+            Command::Trim { offset, len } => (TRIM, 0, *offset, *len, &[]),
+            Command::Flush => (FLUSH, 0, 0, 0, &[]),
         };
-        let room = if kind == CMD_READ { len as usize } else { 0 };
-        self.send(kind, flags, offset, len, data, room)
+        self.send(Order { kind, flags, offset, len }, data)
     }
 
-    fn send(
-        &mut self,
-        kind: u16,
-        flags: u16,
-        offset: u64,
-        len: u32,
-        data: &[u8],
-        room: usize,
-    ) -> io::Result<u64> {
+    fn send(&mut self, order: Order, data: &[u8]) -> io::Result<u64> {
         let cookie = self.next;
         self.next += 1;
-        let mut message = Vec::with_capacity(28 + data.len());
-        message.extend(REQUEST_MAGIC.to_be_bytes());
-        message.extend(flags.to_be_bytes());
-        message.extend(kind.to_be_bytes());
-        message.extend(cookie.to_be_bytes());
-        message.extend(offset.to_be_bytes());
-        message.extend(len.to_be_bytes());
-        message.extend(data);
-        self.output.write_all(&message)?;
-        let reply = Reply { cookie, data: vec![0; room], ..Reply::default() };
-        self.pending.insert(cookie, (offset, reply));
+        order.send(&mut self.output, cookie, data)?;
+        let room = if order.kind == READ { order.len as usize } else { 0 };
+        self.pending.insert(cookie, (order.offset, vec![0; room], Arrived::default()));
         Ok(cookie)
     }
 
@@ -377,68 +177,17 @@ impl Client {
     /// Waits for the next request to be answered completely.
     pub fn finish(&mut self) -> io::Result<Reply> {
         loop {
-            let magic = u32(&mut self.input)?;
-            if magic == SIMPLE_REPLY_MAGIC {
-                let error = u32(&mut self.input)?;
-                let cookie = u64(&mut self.input)?;
-                let (_, mut reply) = self.pending.remove(&cookie).ok_or_else(|| bad("an unknown cookie"))?;
-                reply.error = error;
-                if !reply.data.is_empty() {
-                    return Err(bad("a simple reply to a read, with structured replies negotiated on"));
-                }
-                return Ok(reply);
-            }
-            if magic != STRUCTURED_REPLY_MAGIC {
-                return Err(bad(format!("{magic:#x} where a reply should begin")));
-            }
-            if let Some(reply) = self.chunk()? {
-                return Ok(reply);
+            let head = Head::read(&mut self.input)?;
+            let (start, data, arrived) =
+                self.pending.get_mut(&head.cookie).ok_or_else(|| bad("an unknown cookie"))?;
+            arrived.take(head.part, &mut self.input, *start, data)?;
+            if head.last {
+                arrived.check(data.len())?;
+                let (_, data, Arrived { error, status, .. }) =
+                    self.pending.remove(&head.cookie).unwrap_or_default();
+                return Ok(Reply { cookie: head.cookie, error, data, status });
             }
         }
-    }
-
-    /// Takes one chunk of a structured reply; the reply if it was the last.
-    fn chunk(&mut self) -> io::Result<Option<Reply>> {
-        let flags = u16(&mut self.input)?;
-        let kind = u16(&mut self.input)?;
-        let cookie = u64(&mut self.input)?;
-        let len = u32(&mut self.input)? as usize;
-        let (start, reply) = self.pending.get_mut(&cookie).ok_or_else(|| bad("an unknown cookie"))?;
-        let place = |offset: u64, len: usize, buf: &mut Vec<u8>| -> io::Result<Range<usize>> {
-            let at = offset.checked_sub(*start).ok_or_else(|| bad("data before the request"))? as usize;
-            if at + len > buf.len() {
-                return Err(bad("data beyond the request"));
-            }
-            Ok(at..at + len)
-        };
-        match kind {
-            CHUNK_OFFSET_DATA if len > 8 => {
-                let range = place(u64(&mut self.input)?, len - 8, &mut reply.data)?;
-                self.input.read_exact(&mut reply.data[range])?;
-            }
-            CHUNK_OFFSET_HOLE if len == 12 => {
-                let (offset, hole) = (u64(&mut self.input)?, u32(&mut self.input)?);
-                let range = place(offset, hole as usize, &mut reply.data)?;
-                reply.data[range].fill(0);
-            }
-            CHUNK_BLOCK_STATUS if len >= 12 && len % 8 == 4 => {
-                let context = u32(&mut self.input)?;
-                let extents = reply.status.entry(context).or_default();
-                for _ in 0..len / 8 {
-                    extents.push((u32(&mut self.input)?, u32(&mut self.input)?));
-                }
-            }
-            _ if kind & CHUNK_ERROR != 0 && len >= 6 => {
-                reply.error = u32(&mut self.input)?;
-                bytes(&mut self.input, len - 4)?;
-            }
-            0 if len == 0 => {}
-            _ => return Err(bad(format!("a chunk of kind {kind} with {len} bytes"))),
-        }
-        if flags & CHUNK_DONE == 0 {
-            return Ok(None);
-        }
-        Ok(self.pending.remove(&cookie).map(|(_, reply)| reply))
     }
 
     /// Waits until the request with this cookie is answered. Meant for a connection with nothing else in flight.
@@ -448,8 +197,7 @@ impl Client {
             if reply.cookie == cookie {
                 return match reply.error {
                     0 => Ok(reply),
-                    // NBD's error numbers are Linux's, as far as they go.
-                    error => Err(io::Error::from_raw_os_error(error as i32)),
+                    error => Err(error_of(error)),
                 };
             }
         }
@@ -493,7 +241,7 @@ impl Client {
         let (mut ranges, mut at) = (Vec::<Range<u64>>::new(), 0);
         while at < self.size {
             let len = (self.size - at).min(1 << 30) as u32;
-            let cookie = self.send(CMD_BLOCK_STATUS, 0, at, len, &[], 0)?;
+            let cookie = self.send(Order { kind: BLOCK_STATUS, flags: 0, offset: at, len }, &[])?;
             let mut reply = self.only(cookie)?;
             let extents = reply.status.remove(&id).filter(|list| !list.is_empty());
             let before = at;
@@ -538,6 +286,6 @@ impl Client {
 
     /// Ends the connection in good order.
     pub fn close(mut self) -> io::Result<()> {
-        self.send(CMD_DISCONNECT, 0, 0, 0, &[], 0).map(drop)
+        self.send(Order { kind: DISCONNECT, flags: 0, offset: 0, len: 0 }, &[]).map(drop)
     }
 }

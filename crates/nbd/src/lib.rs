@@ -1,4 +1,4 @@
-//! An NBD server for any [`device::Disk`], over Unix sockets and TCP.
+//! An NBD server for any [`device::Disk`], over Unix sockets and TCP; and an export of any server as a disk.
 //!
 //! Fixed newstyle negotiation, simple and structured replies, block status, and every command of the protocol document except
 //! its experimental extensions. The server knows nothing about what is behind a disk: an implementation of [`Exports`] says
@@ -18,7 +18,9 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
+mod connection;
 mod context;
+mod disk;
 mod export;
 mod handshake;
 mod output;
@@ -29,6 +31,7 @@ mod socket;
 mod transmission;
 
 pub use context::{Context, Status, state};
+pub use disk::NbdDisk;
 pub use export::{BlockSizes, Export, ExportInfo, Exports, Refusal};
 pub use server::{Limits, Server, is_loopback};
 pub use socket::Stream;

@@ -53,7 +53,7 @@ pub fn demotes_anew(path: &Path, options: &Options) -> Vec<Epoch> {
             return None;
         }
         if path.is_file() {
-            let now = FileDestination::new(path).ok()?.stamp(Name::Final).ok()??;
+            let now = FileDestination::new(path, lineage.format).ok()?.stamp(Name::Final).ok()??;
             lineage.stamp.as_ref().filter(|stamp| stamp.differs(&now).is_none())?;
         }
         Some(lineage.demotes_anew(&folder))

@@ -5,16 +5,17 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use device::{Boot, Clock, Dir, Disk, Folder, Gauge, Medium, Sharing};
+use device::{Boot, Clock, DeviceError, Dir, Disk, Folder, Format, Gauge, Medium, Sharing};
+use qcow2::{Head, Image};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::attributes;
-use crate::error::{Result, io_error};
+use crate::error::{ReplicaError, Result, io_error};
 use crate::intent::Membership;
 use crate::lineage::Stamp;
 
@@ -55,6 +56,18 @@ pub trait Destination: Send {
     /// The destination's stamp at a glance, at next to no cost unless others have written to it.
     fn glance(&self) -> io::Result<Option<Stamp>> {
         Ok(self.stamp(Name::Final)?.map(Stamp::glance))
+    }
+    /// How the disk lies in it.
+    fn format(&self) -> Format {
+        Format::Raw
+    }
+    /// Brings in order what a kill may have left of own writes; to be called among own writes.
+    fn mend(&self, _name: Name) -> Result<()> {
+        Ok(())
+    }
+    /// Refuses what another program has made and is no file for a replica.
+    fn examine(&self) -> Result<()> {
+        Ok(())
     }
     /// True if whatever writes to it moves the time of its content.
     fn times_writes(&self) -> bool {
@@ -108,6 +121,9 @@ pub(crate) struct FileDestination {
     folder: Dir,
     name: OsString,
     partial: OsString,
+    format: Format,
+    /// The disks in its files that were opened, by inode, if these are no raw ones.
+    images: Mutex<Vec<(u64, Arc<Image>)>>,
     /// The boot, which a test may invent.
     pub boot: Boot,
     /// Whether the file system of the folder stamps changes apart, once that was asked, and its number.
@@ -117,11 +133,11 @@ pub(crate) struct FileDestination {
 }
 
 impl FileDestination {
-    /// The file at an absolute path, which need not exist.
+    /// The file at an absolute path, which need not exist; with a disk of this format.
     ///
     /// # Errors
     /// If its folder cannot be opened.
-    pub(crate) fn new(path: PathBuf) -> io::Result<FileDestination> {
+    pub(crate) fn new(path: PathBuf, format: Format) -> io::Result<FileDestination> {
         let folder = Dir::existing(path.parent().unwrap_or(Path::new("/")))?;
         let name = path.file_name().unwrap_or_default().to_owned();
         let mut partial = name.clone();
@@ -132,6 +148,8 @@ impl FileDestination {
             folder,
             name,
             partial,
+            format,
+            images: Mutex::default(),
             boot,
             apart: OnceLock::new(),
             renumbers: OnceLock::new(),
@@ -161,7 +179,66 @@ impl FileDestination {
         Ok(rustix::fs::fstatfs(self.folder.held())?.f_type as u32)
     }
 
-    fn stamp_of(&self, file: &std::fs::Metadata) -> Stamp {
+    /// The disk in a file that is not raw. It is opened once, and closed when its file has no name any more.
+    fn image(&self, name: Name) -> Result<Arc<Image>> {
+        let path = self.path.with_file_name(self.file_name(name));
+        let failed = |what| io_error(what, &path);
+        let (file, access) = match self.file(name, OFlags::RDWR) {
+            // To be compared it is only read.
+            Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+                (self.file(name, OFlags::RDONLY), qcow2::Use::Read)
+            }
+            opened => (opened, qcow2::Use::Write),
+        };
+        let file = file.map_err(failed("open"))?;
+        let inode = file.metadata().map_err(failed("look at"))?.ino();
+        let named = |at| Some(self.file(at, OFlags::PATH).ok()?.metadata().ok()?.ino());
+        let names = [named(Name::Final), named(Name::Temporary)];
+        let mut images = self.images();
+        images.retain(|(inode, _)| names.contains(&Some(*inode)));
+        if let Some((_, image)) = images.iter().find(|(open, _)| *open == inode) {
+            return Ok(image.clone());
+        }
+        self.fit(&file)?;
+        let image = Image::open(file, &path, access).map_err(|e| match e.downcast::<DeviceError>() {
+            Ok(in_use) => in_use.into(),
+            Err(e) => failed("open")(e),
+        })?;
+        let image = Arc::new(image);
+        images.push((inode, image.clone()));
+        Ok(image)
+    }
+
+    /// Refuses a file in which no replica can be, by what its head says.
+    fn fit(&self, file: &File) -> Result<()> {
+        let head = Head::of(file).map_err(io_error("read", &self.path))?;
+        let none = Some(("it is no qcow2 file", "give another path"));
+        head.as_ref().map_or(none, Head::refusal_of_replica).map_or(Ok(()), |(why, way_out)| {
+            Err(ReplicaError::Refused(format!(
+                "{} cannot be a replica: {why}: {way_out}",
+                self.path.display()
+            )))
+        })
+    }
+
+    fn images(&self) -> MutexGuard<'_, Vec<(u64, Arc<Image>)>> {
+        self.images.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has written out what is to be in its files: they are at rest until the next own write.
+    fn write_out(&self) -> io::Result<()> {
+        self.images().iter().try_for_each(|(_, image)| image.settle())
+    }
+
+    /// Bytes of the disk in a file; 0 if there is none.
+    fn size_of(&self, name: Name, file: &std::fs::Metadata) -> io::Result<u64> {
+        if self.format.is_raw() || !file.is_file() {
+            return Ok(file.len());
+        }
+        Ok(Head::of(&self.file(name, OFlags::RDONLY)?)?.map_or(0, |head| head.size))
+    }
+
+    fn stamp_of(&self, name: Name, file: &std::fs::Metadata) -> io::Result<Stamp> {
         // FAT, exFAT, FUSE, and the three of SMB. On NFS they are the server's.
         const RENUMBER: [u32; 6] = [0x4d44, 0x2011_bab0, 0x6573_5546, 0x517b, 0xff53_4d42, 0xfe53_4d42];
         let ask = || -> io::Result<Option<u64>> {
@@ -170,15 +247,15 @@ impl FileDestination {
         };
         let changed = file.ctime().saturating_mul(1_000_000_000).saturating_add(file.ctime_nsec());
         let written = file.mtime().saturating_mul(1_000_000_000).saturating_add(file.mtime_nsec());
-        Stamp {
+        Ok(Stamp {
             inode: file.ino(),
             // A file may be mounted over the one of this name.
             renumbered: *self.renumbers.get_or_init(|| ask().unwrap_or(None)) == Some(file.dev()),
-            size: file.len(),
+            size: self.size_of(name, file)?,
             changed,
             written: Some(written),
             ..Stamp::default()
-        }
+        })
     }
 
     /// Opens one of the files; `create` makes it, which must not exist.
@@ -203,10 +280,42 @@ impl Destination for FileDestination {
         false
     }
 
+    fn format(&self) -> Format {
+        self.format
+    }
+
+    fn mend(&self, name: Name) -> Result<()> {
+        if self.format.is_raw() {
+            return Ok(());
+        }
+        self.image(name)?.reclaim().map_err(io_error("reclaim unused space in", &self.path))
+    }
+
+    fn examine(&self) -> Result<()> {
+        if self.format.is_raw() {
+            return Ok(());
+        }
+        let refused = |why: String| {
+            Err(ReplicaError::Refused(format!("{} cannot be a replica: {why}", self.path.display())))
+        };
+        let file = self.file(Name::Final, OFlags::RDWR).map_err(io_error("open", &self.path))?;
+        // First: QEMU would open what it names.
+        self.fit(&file)?;
+        match qcow2::check(&file) {
+            Ok(false) => Ok(()),
+            // What moves when it is written to, readers would look for where it was.
+            Ok(true) => {
+                refused("parts of it are compressed: convert it with \"qemu-img convert -O qcow2\"".into())
+            }
+            Err(e) => refused(format!("{e}: repair it with \"qemu-img check -r all\"")),
+        }
+    }
+
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
+        self.write_out()?;
         // Looked at without being opened: it may be anything by now.
         match self.file(name, OFlags::PATH).and_then(|file| file.metadata()) {
-            Ok(found) => Ok(Some(self.stamp_of(&found))),
+            Ok(found) => Ok(Some(self.stamp_of(name, &found)?)),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         }
@@ -219,11 +328,12 @@ impl Destination for FileDestination {
     }
 
     fn settle(&self) -> io::Result<Stamp> {
+        self.write_out()?;
         let file = self.file(Name::Final, OFlags::RDONLY)?;
         // Not only the data: after a power cut the inode must not wake up with an older time than the stamp's.
         file.sync_all()?;
         let found = file.metadata()?;
-        let stamp = self.stamp_of(&found);
+        let stamp = self.stamp_of(Name::Final, &found)?;
         if self.stamps_apart(&found) {
             return Ok(stamp);
         }
@@ -243,6 +353,9 @@ impl Destination for FileDestination {
     }
 
     fn open(&self, name: Name) -> Result<Arc<dyn Disk>> {
+        if !self.format.is_raw() {
+            return Ok(self.image(name)?);
+        }
         let mut options = device::Options { write: true, direct: true, exclusive: false };
         let path = self.path.with_file_name(self.file_name(name));
         let file = match self.file(name, OFlags::RDWR) {
@@ -259,10 +372,15 @@ impl Destination for FileDestination {
 
     fn create(&self) -> io::Result<u64> {
         let file = self.file(Name::Temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
+        if !self.format.is_raw() {
+            let made = self.file(Name::Temporary, OFlags::RDWR).and_then(|file| qcow2::create(&file));
+            made.inspect_err(|_| drop(self.remove()))?;
+        }
         Ok(file.metadata()?.ino())
     }
 
     fn clone_final(&self) -> io::Result<()> {
+        self.write_out()?;
         let from = self.file(Name::Final, OFlags::RDONLY)?;
         let to = self.file(Name::Temporary, OFlags::WRONLY)?;
         // One that cannot be had is named when the rest is carried over.
@@ -276,11 +394,15 @@ impl Destination for FileDestination {
     }
 
     fn sharing(&self) -> Option<Sharing> {
+        if !self.format.is_raw() {
+            return None;
+        }
         let from = self.file(Name::Final, OFlags::RDONLY).ok()?;
         Sharing::new(from, self.file(Name::Temporary, OFlags::WRONLY).ok()?).ok()
     }
 
     fn rename(&self, replace: bool) -> io::Result<()> {
+        self.write_out()?;
         let held = self.folder.held();
         let over = || Ok(renameat(held, &self.partial, held, &self.name)?);
         if replace {

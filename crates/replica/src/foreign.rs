@@ -254,6 +254,9 @@ impl Replica {
                 self.keep_note();
                 return Err(foreign);
             }
+            if self.take_unclean() && self.stamp(Name::Final)?.is_some() {
+                self.destination().mend(Name::Final)?;
+            }
         }
         if let Some(working) = self.working().filter(|_| durable) {
             working.make_durable(self.state()).map_err(io_error("sync", &self.folder().join(note::NAME)))?;

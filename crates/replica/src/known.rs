@@ -339,7 +339,7 @@ pub(crate) fn changed(folder: &Path, path: &Path) -> Result<Option<Foreign>> {
     else {
         return Ok(None);
     };
-    let file = match FileDestination::new(path.to_path_buf()) {
+    let file = match FileDestination::new(path.to_path_buf(), lineage.format) {
         Ok(file) => file,
         Err(e) => return Err(io_error("open the folder of", path)(e)),
     };

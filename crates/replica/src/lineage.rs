@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use delta::{Epoch, Header};
-use device::{Folder, Medium};
+use device::{Folder, Format, Medium};
 use lineage::Lives;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -33,6 +33,9 @@ pub struct Lineage {
     /// What names the disk, of a device of which something does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<String>,
+    /// How the disk lies in its file.
+    #[serde(default, skip_serializing_if = "Format::is_raw")]
+    pub format: Format,
     /// The source followed. `None` until an adopted file is proven.
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
@@ -245,6 +248,7 @@ impl Lineage {
             version: Self::VERSION,
             path: PathBuf::new(),
             disk: None,
+            format: Format::Raw,
             source: None,
             epoch: None,
             state: State::Incomplete,
@@ -357,6 +361,7 @@ impl Lineage {
             version: Self::VERSION,
             path: self.path.clone(),
             disk: self.disk.clone(),
+            format: self.format,
             source: Some(toward.source),
             epoch: Some(toward.epoch),
             state: match toward {

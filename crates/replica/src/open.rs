@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use device::{Folder, FolderLock};
+use device::{Folder, FolderLock, Format};
 use rustix::fs::FileType;
 
 use crate::destination::{Destination, DeviceDestination, FileDestination, Name};
@@ -49,28 +49,37 @@ impl Replica {
             Err(holder) => return Err(ReplicaError::Busy { path, holder }),
         };
         let opened = (|| {
-            if let Some(lineage) = Lineage::load(&folder)? {
-                refuse_others_state(&lineage, &path, &folder_path, options)?;
+            let lineage = Lineage::load(&folder)?;
+            if let Some(lineage) = &lineage {
+                refuse_others_state(lineage, &path, &folder_path, options)?;
             }
+            let format = format_of(&path, kind, lineage.as_ref(), options)?;
             if let Some(user) = kind.and_then(|_| device::in_use(&path)) {
                 return Err(ReplicaError::Busy { path: path.clone(), holder: user });
             }
-            let image =
-                kind.map(|_| device::lock_image(&path, device::Access::Write)).transpose().or_else(|e| {
-                    // A file system without locks knows nothing of other users.
-                    match e.dsync_holder() {
-                        _ if e.kind() == device::DeviceErrorKind::Unsupported => Ok(None),
-                        Some(process) => {
-                            let holder = format!("{process}, has it open: if it serves it, stop that server");
-                            Err(ReplicaError::Busy { path: path.clone(), holder })
-                        }
-                        None => Err(e.into()),
+            let lock = || match format {
+                Format::Raw => device::lock_image(&path, device::Access::Write).map(Some),
+                // What opens it locks it.
+                Format::Qcow2 => qcow2::free(&path, device::Access::Write).map(|()| None),
+            };
+            let image = kind.map_or(Ok(None), |_| lock()).or_else(|e| {
+                // A file system without locks knows nothing of other users.
+                match e.dsync_holder() {
+                    _ if e.kind() == device::DeviceErrorKind::Unsupported => Ok(None),
+                    Some(process) => {
+                        let holder = format!("{process}, has it open: if it serves it, stop that server");
+                        Err(ReplicaError::Busy { path: path.clone(), holder })
                     }
-                })?;
+                    None => Err(e.into()),
+                }
+            })?;
             let destination: Box<dyn Destination> = if device {
                 Box::new(DeviceDestination::new(path.clone())?)
             } else {
-                Box::new(FileDestination::new(path.clone()).map_err(io_error("open the folder of", &path))?)
+                Box::new(
+                    FileDestination::new(path.clone(), format)
+                        .map_err(io_error("open the folder of", &path))?,
+                )
             };
             if !folder.is_at_path().map_err(io_error("look at", &folder_path))? {
                 return Err(covered(&path));
@@ -121,6 +130,9 @@ impl Replica {
             );
         }
         replica.set_settings(settings);
+        // Where it cannot be read, that is told where something depends on it.
+        let note = note::read(replica.state()).ok().flatten();
+        replica.set_unclean(note.is_some_and(|(note, _)| note.stamp.is_none()));
         replica.find_readers()?;
         if replica.is_kept() {
             let everything = replica.lineage().unsure == Unsure::Everything;
@@ -161,6 +173,7 @@ impl Replica {
         }
         let Some(stamp) = self.stamp(Name::Final)? else { return Ok(()) };
         if self.options().adopt {
+            self.destination().examine()?;
             self.take(stamp);
             return Ok(());
         }
@@ -261,6 +274,46 @@ impl Replica {
         };
         Err(self.lineage().refusal(self.path(), promoted))
     }
+}
+
+/// How the disk at a path lies in its file, or will.
+fn format_of(
+    path: &Path,
+    kind: Option<FileType>,
+    lineage: Option<&Lineage>,
+    options: &Options,
+) -> Result<Format> {
+    let contradicts = |is: Format, what: &str| {
+        let asked = options.format.filter(|asked| *asked != is)?;
+        Some(ReplicaError::Refused(format!(
+            "{} is {what}, and --format {asked} was given: omit it, or give another path",
+            path.display()
+        )))
+    };
+    let (format, what) = match (lineage, kind) {
+        (_, Some(FileType::BlockDevice)) => {
+            (Format::Raw, "a device, whose bytes are those of the disk".to_owned())
+        }
+        (Some(lineage), there) if there.is_some() || !options.create => {
+            (lineage.format, format!("a {} replica", lineage.format))
+        }
+        (_, None) => {
+            let named = if options.container { Format::Raw } else { Format::of_name(path) };
+            return Ok(options.format.unwrap_or(named));
+        }
+        // A file that is adopted, or replaced, is what it is.
+        (_, Some(_)) => {
+            let is_qcow2 = device::container_format(path) == Some("qcow2");
+            let named = !options.container && Format::of_name(path) == Format::Qcow2;
+            match (options.format, is_qcow2) {
+                (Some(Format::Raw), _) => return Ok(Format::Raw),
+                (Some(Format::Qcow2), true) => return Ok(Format::Qcow2),
+                (None, true) if named => return Ok(Format::Qcow2),
+                _ => (Format::Raw, "no qcow2 file".to_owned()),
+            }
+        }
+    };
+    contradicts(format, &what).map_or(Ok(format), Err)
 }
 
 impl Lineage {

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use device::Format;
+
 use crate::error::Result;
 use crate::intent::Membership;
 use crate::keep::Keep;
@@ -26,6 +28,10 @@ pub struct Options {
     pub create: bool,
     /// Let it pass that others changed the destination, which [`crate::Status::changed`] then says: only a compare fits it.
     pub doubt: bool,
+    /// How the disk is to lie in its file. `None`: as it does, and for a new one as its name says.
+    pub format: Option<Format>,
+    /// The source is a file that is copied as it is, whatever is in it: the name of a new file says the same of its copy.
+    pub container: bool,
     /// What of its past is to be kept from the next commit on. `None`: what was kept before; nothing of a new replica.
     pub keep: Option<Keep>,
     /// The group with which deltas are committed.

@@ -82,6 +82,8 @@ struct Known {
     left: Option<Stamp>,
     /// Own writes to the file are noted.
     working: Option<Working>,
+    /// Own writes of an earlier process did not end in order.
+    unclean: bool,
     /// Waits for the commit of the group.
     prepared: Option<Prepared>,
     /// The replica goes back to an earlier moment: none is dropped to make room.
@@ -373,6 +375,16 @@ impl Replica {
         self.known.left = left;
     }
 
+    /// Own writes of an earlier process did not end in order.
+    pub(crate) fn set_unclean(&mut self, unclean: bool) {
+        self.known.unclean = unclean;
+    }
+
+    /// The same, once.
+    pub(crate) fn take_unclean(&mut self) -> bool {
+        std::mem::take(&mut self.known.unclean)
+    }
+
     /// What notes own writes, while there are any.
     pub(crate) fn working(&self) -> Option<&Working> {
         self.known.working.as_ref()
@@ -514,6 +526,7 @@ impl Replica {
             self.lineage.unsure = Unsure::Everything;
         }
         self.lineage.disk = self.destination.disk();
+        self.lineage.format = self.destination.format();
         self.lineage.store(&*self.folder)?;
         self.kept = true;
         match std::mem::take(&mut self.known.named) {

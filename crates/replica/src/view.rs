@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use delta::Epoch;
 use device::{Dir, Disk, Folder, FolderLock, Queue, StateFile, ThreadQueue};
+use qcow2::{Image, Use};
 use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, StatVfsMountFlags, flock, statat};
 use rustix::io::Errno;
 use uuid::Uuid;
@@ -102,6 +103,11 @@ impl View {
             let open = |dir: Dir| device::open_within(dir.held(), name, OFlags::RDONLY, Mode::empty());
             let file = held.and_then(|dir| Ok(open(dir)?)).map_err(io_error("open", &path))?;
             let inode = file.metadata().map_err(io_error("look at", &path))?.ino();
+            if Lineage::load(&dir)?.is_some_and(|lineage| !lineage.format.is_raw()) {
+                // Its tables only gain what was not there at the reader's moment, but for what is kept for it.
+                let image = Image::open(file, &path, Use::ReadBesideWriter);
+                return Ok((Arc::new(image.map_err(io_error("open", &path))?) as _, inode));
+            }
             let reading = device::Options { write: false, direct: true, exclusive: false };
             Ok((device::adopt(file, &path, &reading)?, if device { 0 } else { inode }))
         };
@@ -378,8 +384,9 @@ fn is_doubtful(path: &Path, device: bool, dir: &Dir) -> Result<bool> {
         return Err(ReplicaError::NotAReplica(path.to_path_buf()));
     };
     let failed = |e| io_error("look at", path)(e);
-    let now =
-        FileDestination::new(path.to_path_buf()).and_then(|file| file.stamp(Name::Final)).map_err(failed)?;
+    let now = FileDestination::new(path.to_path_buf(), lineage.format)
+        .and_then(|file| file.stamp(Name::Final))
+        .map_err(failed)?;
     // Its group may have committed what is not merged yet.
     if lineage.group.is_some() && dir.open(ARRIVING, false).is_ok() {
         return Ok(true);

@@ -10,10 +10,11 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use device::{Boot, Clock, Disk, Identity, WriteWatch, Written};
+use device::{Boot, Clock, DeviceError, Disk, Format, Identity, WriteWatch, Written};
+use qcow2::{Head, Image, Use};
 
 use crate::SourceError;
 
@@ -58,15 +59,26 @@ pub(crate) struct PathBacking {
     /// Only used to find its path after a move.
     object: Option<File>,
     boot: Boot,
+    format: Format,
+    /// The disk in it where it is no raw one, and this process has it open.
+    image: Option<Arc<Image>>,
+    /// Where the process that serves such a disk is reached.
+    socket: PathBuf,
 }
 
 impl PathBacking {
     /// The backing of a source whose state is in `folder`.
     #[allow(clippy::disallowed_methods, reason = "nothing can be done with it but to ask for its path")]
-    pub(crate) fn new(identity: Identity, folder: &Path) -> PathBacking {
+    pub(crate) fn new(identity: Identity, folder: &Path, format: Format) -> PathBacking {
         let object = File::options().read(true).custom_flags(libc::O_PATH).open(&identity.path).ok();
         let boot = Boot::of(&[&identity.path, folder]);
-        PathBacking { identity: Mutex::new(identity), object, boot }
+        let socket = folder.join(SOCKET);
+        PathBacking { identity: Mutex::new(identity), object, boot, format, image: None, socket }
+    }
+
+    /// The same where this process has the disk in it open.
+    pub(crate) fn over(self, image: Arc<Image>) -> PathBacking {
+        PathBacking { image: Some(image), ..self }
     }
 
     /// Its identity when it was last checked.
@@ -81,6 +93,15 @@ impl PathBacking {
     }
 
     fn open(&self, direct: bool) -> Result<Arc<dyn Disk>, SourceError> {
+        if let Some(image) = &self.image {
+            return Ok(image.clone());
+        }
+        if !self.format.is_raw() {
+            let served = qcow2::connect(&self.socket);
+            return Ok(Arc::new(
+                served.map_err(SourceError::state("read the disk served at", &self.socket))?,
+            ));
+        }
         let now = self.identity()?;
         open_reader(&now.path, &self.known(), direct)
     }
@@ -89,16 +110,19 @@ impl PathBacking {
 impl Backing for PathBacking {
     fn identity(&self) -> Result<Identity, SourceError> {
         let mut known = self.known();
+        // QEMU may change it for what was written before.
+        let settled = self.image.as_ref().map_or(Ok(()), |image| image.settle());
+        settled.map_err(SourceError::state("write to", &known.path))?;
         let found = match device::identity(&known.path) {
-            Ok(now) if now.same_object(&known) => return Ok(now),
+            Ok(now) if now.same_object(&known) => return disk_in(now, self.format),
             other => other,
         };
         match self.moved(&known) {
             Some(now) => {
                 known.path.clone_from(&now.path);
-                Ok(now)
+                disk_in(now, self.format)
             }
-            None => Ok(found?),
+            None => disk_in(found?, self.format),
         }
     }
     fn boot(&self) -> Boot {
@@ -130,6 +154,56 @@ impl Backing for PathBacking {
         let watch = known.is_block().then(|| WriteWatch::begin(&known)).transpose();
         watch.map_err(SourceError::state("flush", &known.path))
     }
+}
+
+/// The name of the socket of a server's qemu-nbd, in the source's folder.
+const SOCKET: &str = "disk";
+
+/// What identifies a disk: its file, and its own size.
+pub(crate) fn disk_in(file: Identity, format: Format) -> Result<Identity, SourceError> {
+    if format.is_raw() {
+        return Ok(file);
+    }
+    #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
+    let head = File::open(&file.path).and_then(|open| Head::of(&open));
+    // What is no such file any more has no disk: another size is another disk.
+    let size = head.map_err(SourceError::state("read", &file.path))?.map_or(0, |head| head.size);
+    Ok(Identity { size, ..file })
+}
+
+/// Opens the disk in a qcow2 file; with the folder of its source's state where it is served.
+///
+/// # Errors
+/// `Refused` if that cannot be served.
+pub(crate) fn open_image(path: &Path, access: Use, serves: Option<&Path>) -> Result<Arc<Image>, SourceError> {
+    let failed = SourceError::state("open", path);
+    #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
+    let opened = File::options().read(true).write(access == Use::Write).open(path);
+    let file = opened.map_err(SourceError::state("open", path))?;
+    let head = Head::of(&file).map_err(SourceError::state("read", path))?;
+    let refusal = head.as_ref().map_or(Some(("it is no qcow2 file any more", "restore it")), Head::refusal);
+    if let Some((why, way_out)) = refusal {
+        return Err(SourceError::Refused(format!("{} cannot be a source: {why}: {way_out}", path.display())));
+    }
+    let image = match serves {
+        Some(folder) => Image::serve(file, path, &folder.join(SOCKET)),
+        None => Image::open(file, path, access),
+    };
+    match image {
+        Ok(image) => Ok(Arc::new(image)),
+        Err(e) => Err(match e.downcast::<DeviceError>() {
+            Ok(in_use) => in_use.into(),
+            Err(e) => failed(e),
+        }),
+    }
+}
+
+/// The disk in a qcow2 file, to be read as long as nobody writes to it.
+///
+/// # Errors
+/// `Refused` if it cannot be read alone.
+pub fn read_image(path: &Path) -> Result<Arc<dyn Disk>, SourceError> {
+    Ok(open_image(path, Use::Read, None)?)
 }
 
 /// Opens the image for reading: the tracked one, not what may be at its path by now.

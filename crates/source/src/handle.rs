@@ -139,7 +139,7 @@ impl Handle {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
         let Some(client) = Client::connect(&place)? else { return Ok(None) };
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-        let backing = Arc::new(PathBacking::new(about.identity.clone(), &place));
+        let backing = Arc::new(PathBacking::new(about.identity.clone(), &place, about.format));
         let connect: Connect = Box::new(move || Client::connect(&place));
         Ok(Some(Handle { about, folder: Arc::new(folder), backing, holder: Holder::Server(client, connect) }))
     }
@@ -182,6 +182,19 @@ impl Handle {
     /// True if a server answered for the source, and no longer does.
     pub fn is_abandoned(&self) -> bool {
         matches!(&self.holder, Holder::Server(client, _) if client.alive()().is_err())
+    }
+
+    /// The format in which its file seems to contain a disk, of one that is read as it lies there. Of what is served, a guest may have
+    /// written that to its disk.
+    pub fn container(&self) -> Option<&'static str> {
+        let rests = matches!(self.holder, Holder::Here(_)) && self.about.format.is_raw();
+        rests.then(|| device::container_format(&self.about.path)).flatten()
+    }
+
+    /// True if it is the file that is followed, whatever may be in it, as of one that is tracked by clones: its copy is the same file.
+    pub fn is_file(&self) -> bool {
+        let named = device::Format::of_name(&self.about.path) == device::Format::Qcow2;
+        self.about.format.is_raw() && (named || self.is_clone() || self.container().is_some())
     }
 
     /// The source as a live disk, if it is one: then its only views are those of [`Live::cut`].

@@ -9,13 +9,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
+use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, WriteWatch};
 use extents::Bitmap;
 use lineage::Point;
+use qcow2::Use;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
 
-use crate::backing::{Backing, PathBacking};
+use crate::backing::{Backing, PathBacking, disk_in, open_image};
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::clones::{self, Around, NewClone};
 use crate::discard;
@@ -33,6 +34,8 @@ use crate::{Gap, SourceError};
 pub struct SourceOptions {
     /// Block size in bytes; `None` takes that of the existing record, or chooses one by the size of the disk.
     pub block_size: Option<u32>,
+    /// How the disk lies in its file. `None`: as is known of it, and raw if nothing is.
+    pub format: Option<Format>,
     /// No writes go through the source while it is open here.
     pub read_only: bool,
     /// Track the image by clones from now on, if it is not.
@@ -63,6 +66,7 @@ impl Default for SourceOptions {
     fn default() -> SourceOptions {
         SourceOptions {
             block_size: None,
+            format: None,
             read_only: false,
             clones: false,
             for_peer: false,
@@ -310,12 +314,17 @@ impl Source {
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
         let place = known.as_ref().map_or_else(|| state.source_folder(uuid), |(place, _)| place.clone());
+        let format = format_of(&path, known.as_ref().map(|(_, about)| about), options)?;
         let lock_image = || {
             let access = if options.read_only { device::Access::ReadShared } else { device::Access::Write };
-            device::lock_image(&path, access)
+            match format {
+                Format::Raw => device::lock_image(&path, access).map(Some),
+                // What opens it locks it.
+                Format::Qcow2 => Ok(None),
+            }
         };
         // A failure leaves no new folder behind; for a known source the folder's lock names the holder.
-        let early = if known.is_none() && !options.clones { Some(lock_image()?) } else { None };
+        let early = if known.is_none() && !options.clones { lock_image()? } else { None };
         *made = known.is_none().then(|| place.clone());
         let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
@@ -324,15 +333,12 @@ impl Source {
         };
         let folder = Arc::new(folder);
         let is_tracked = options.clones || clones::are_kept(&*folder)?;
-        let disk = device::open(
-            &path,
-            &device::Options { write: !options.read_only, direct: options.direct, exclusive: false },
-        )?;
+        let (disk, backing) = open_disk(identity.clone(), &folder, format, options)?;
         let image = match early {
             Some(lock) => Some(lock),
             // A clone may be made whoever writes.
             None if is_tracked && options.read_only && !options.at_rest => None,
-            None => Some(lock_image()?),
+            None => lock_image()?,
         };
         let block_size = match (options.block_size, &known) {
             (Some(size), _) => size,
@@ -344,7 +350,7 @@ impl Source {
                 "invalid block size {block_size}: use a power of two from 4K to 1M"
             )));
         }
-        let about = About::new(uuid, identity.clone(), block_size);
+        let about = About { format, ..About::new(uuid, disk_in(identity, format)?, block_size) };
         let about = match known {
             // Read again: the process that held it may have begun a life.
             Some((_, known)) => about.in_term_of(about_in(&*folder)?.unwrap_or(known)),
@@ -352,11 +358,10 @@ impl Source {
         };
         write_about(&*folder, &about)?;
         drop(minting);
-        let backing = Box::new(PathBacking::new(identity, folder.path()));
-        let mut source = Self::over(about, disk, folder, backing, options)?;
+        let mut source = Self::over(about, disk, folder, Box::new(backing), options)?;
         // Where no clone could be made, the image is read as one that rests.
         let rests = options.read_only && !source.backing.is_clone();
-        let image = if image.is_none() && rests { Some(lock_image()?) } else { image };
+        let image = if image.is_none() && rests { lock_image()? } else { image };
         source.locks = Some((lock, image));
         source.fresh = made.is_some().then(|| state.clone()).filter(|_| options.read_only);
         Ok(source)
@@ -430,7 +435,7 @@ impl Source {
     /// Why the record of a source that no process holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
     pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
         let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
-        Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place))
+        Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place, about.format))
     }
 
     /// Why the record in the state folder of a source that no process holds could not be believed; `None` if it could.
@@ -1033,6 +1038,46 @@ const IDLE_PULSE: Duration = Duration::from_millis(100);
 /// When the image was changed last, in nanoseconds since 1970; `None` for a device.
 fn changed(identity: &Identity) -> Option<u64> {
     (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
+}
+
+/// Opens the disk of a source whose state is in `folder`.
+fn open_disk(
+    identity: Identity,
+    folder: &Dir,
+    format: Format,
+    options: &SourceOptions,
+) -> Result<(Arc<dyn Disk>, PathBacking), SourceError> {
+    let path = identity.path.clone();
+    let backing = PathBacking::new(identity, folder.path(), format);
+    let opening = device::Options { write: !options.read_only, direct: options.direct, exclusive: false };
+    let (access, serves) = match options.read_only {
+        true => (Use::Read, None),
+        false => (Use::Write, Some(folder.path())),
+    };
+    Ok(match format {
+        Format::Raw => (device::open(&path, &opening)?, backing),
+        Format::Qcow2 => {
+            let image = open_image(&path, access, serves)?;
+            (image.clone(), backing.over(image))
+        }
+    })
+}
+
+/// How the disk at a path lies in its file.
+fn format_of(path: &Path, known: Option<&About>, options: &SourceOptions) -> Result<Format, SourceError> {
+    let Some(known) = known else { return Ok(options.format.unwrap_or_default()) };
+    let contradicts = match options.format.filter(|asked| *asked != known.format) {
+        Some(asked) => format!("and --format {asked} was given"),
+        None if options.clones && !known.format.is_raw() => {
+            "of which \"dsync serve\" records what is written to the disk; clones are of the file".to_owned()
+        }
+        None => return Ok(known.format),
+    };
+    let path = path.display();
+    Err(SourceError::Refused(format!(
+        "{path} is known as a source whose file is {}, {contradicts}: \"dsync forget {path}\" makes it a new source, whose replicas are compared",
+        known.format
+    )))
 }
 
 /// The identity of the backing, read so that a later write shows: one in the same clock tick as the last would have the

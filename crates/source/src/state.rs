@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Dir, Folder, FolderLock, Identity};
+use device::{Dir, Folder, FolderLock, Format, Identity};
 use lineage::Lives;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
@@ -42,6 +42,9 @@ pub struct About {
     pub path: PathBuf,
     /// Inode and device numbers when it was last opened.
     pub identity: Identity,
+    /// How the disk lies in its file.
+    #[serde(default, skip_serializing_if = "Format::is_raw")]
+    pub format: Format,
     /// Block size in bytes.
     pub block_size: u32,
     /// Rises at each promotion of one of its replicas, from 1.
@@ -66,7 +69,19 @@ impl About {
         let path = identity.path.clone();
         let (term, lives) = (1, Lives::first(Uuid::new_v4()));
         let (began, gave_up) = (None, false);
-        About { version: About::VERSION, uuid, path, identity, block_size, term, began, gave_up, lives }
+        let format = Format::Raw;
+        About {
+            version: About::VERSION,
+            uuid,
+            path,
+            identity,
+            format,
+            block_size,
+            term,
+            began,
+            gave_up,
+            lives,
+        }
     }
 
     /// Takes over the term and the lives from an earlier description of the same source.

@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder, FolderLock};
+use device::{Dir, Disk, Folder, FolderLock, Format};
 use extents::Bitmap;
 use lineage::Lives;
+use qcow2::Use;
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::backing::{Backing, PathBacking};
+use crate::backing::{Backing, PathBacking, open_image};
 use crate::discard::clear;
 use crate::history::History;
 use crate::history::trail::Trail;
@@ -38,6 +39,8 @@ pub struct Succession {
     pub trail: Trail,
     /// The epoch of the promotion, and before it those that are as true of the disk but for `changes`; ascending.
     pub moments: Vec<Epoch>,
+    /// How the disk lies in its file.
+    pub format: Format,
     /// Block size in bytes.
     pub block_size: u32,
     /// The blocks in which the disk differs from `base`; or why that is not known.
@@ -78,9 +81,17 @@ pub fn succeed(state: &StateDir, path: &Path, succession: &Succession) -> Result
         Ok(lock) => lock,
         Err(holder) => return Err(SourceError::Busy { path: identity.path, holder }),
     };
-    let disk =
-        device::open(&identity.path, &device::Options { write: false, direct: false, exclusive: false })?;
-    let backing = Box::new(PathBacking::new(identity, folder.path()));
+    let backing = PathBacking::new(identity.clone(), folder.path(), succession.format);
+    let reading = device::Options { write: false, direct: false, exclusive: false };
+    let (disk, backing): (Arc<dyn Disk>, _) = match succession.format {
+        Format::Raw => (device::open(&identity.path, &reading)?, backing),
+        // The replica that holds it may have it open.
+        Format::Qcow2 => {
+            let image = open_image(&identity.path, Use::ReadBesideWriter, None)?;
+            (image.clone(), backing.over(image))
+        }
+    };
+    let backing = Box::new(backing);
     succeed_in(succession, disk, Arc::new(folder), backing)?;
     drop(lock);
     Ok(true)
@@ -129,6 +140,7 @@ pub fn succeed_in(
         term,
         began: Some(base),
         gave_up: succession.gave_up,
+        format: succession.format,
         lives: succession.lives.clone(),
         ..About::new(uuid, identity.clone(), block_size)
     };

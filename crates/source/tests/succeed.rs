@@ -105,6 +105,7 @@ fn succession(uuid: Uuid) -> Succession {
     let moments = vec![epoch(6), epoch(7), epoch(8)];
     let (lives, block_size) = (lineage::Lives::first(Uuid::from_u128(3)), BLOCK as u32);
     Succession {
+        format: device::Format::Raw,
         uuid,
         term: 3,
         lives,

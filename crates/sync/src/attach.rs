@@ -12,7 +12,10 @@ use crate::site::Site;
 /// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first.
 pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
     settle(state, what)?;
-    unshrunk(state.attach(what, options)?)
+    // A replica is read as the disk that it is.
+    let lineage = state.lineage(Path::new(what), &state.opening(None)).ok().flatten();
+    let format = options.format.or(lineage.map(|lineage| lineage.format).filter(|format| !format.is_raw()));
+    unshrunk(state.attach(what, &SourceOptions { format, ..options.clone() })?)
 }
 
 /// Attaches to a source whose writes are recorded. Its disk is not held, so that its server can be started again.

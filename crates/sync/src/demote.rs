@@ -183,7 +183,8 @@ pub(crate) fn demote_if(
         None => state.doubt(&place, &about).is_ok_and(|doubt| doubt.is_none()),
     };
     let unwritten = || demotion.since.is_none() || undoubted();
-    let mut replica = state.open(&about.path, &replica::Options { adopt: true, ..opening })?;
+    let mut replica =
+        state.open(&about.path, &replica::Options { adopt: true, format: Some(about.format), ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
     list(&replica, state.known().as_ref());
     leave_knowledge(state, &place, &replica);

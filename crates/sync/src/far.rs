@@ -60,6 +60,8 @@ pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options
     replica::Options {
         adopt: open.adopt,
         create: open.create,
+        format: open.format,
+        container: open.container,
         doubt: open.verify,
         keep: open.keep.clone(),
         source_group: open.origin.as_ref().and_then(|origin| origin.group.clone()),

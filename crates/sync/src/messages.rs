@@ -47,7 +47,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use compare::rolling::{SumParams, SumReport};
 use compare::{DigestReport, Scope};
 use delta::{Epoch, Unit, UnitKind};
-use device::{Buf, Storage};
+use device::{Buf, Format, Storage};
 use lineage::Lives;
 use link::{Message, Pace, Received, Receiver, Sender};
 use replica::{Acceptable, Commit, Keep, Released, UnsureSet};
@@ -96,6 +96,10 @@ pub(crate) struct Open {
     pub path: PathBuf,
     pub journal_dir: Option<PathBuf>,
     pub commit: Commit,
+    /// How the disk is to lie in the replica's file, where its user says.
+    pub format: Option<Format>,
+    /// The source is a file that is copied as it is, whatever is in it.
+    pub container: bool,
     pub adopt: bool,
     /// Create another replica if one is gone.
     pub create: bool,
@@ -182,6 +186,8 @@ impl Open {
             path: path.to_path_buf(),
             journal_dir: journal_dir.clone(),
             commit,
+            format: None,
+            container: false,
             adopt: false,
             create: false,
             verify: false,
@@ -199,6 +205,7 @@ impl Open {
         Open {
             adopt: options.adopt,
             create: options.create,
+            format: options.format,
             give_up: options.give_up.clone(),
             keep: options.keep.clone(),
             keep_anyway: !options.dry_run,
@@ -211,7 +218,8 @@ impl Open {
     pub(crate) fn beside(self, source: &Handle) -> Result<Open, SyncError> {
         let about = source.about();
         let origin = Origin::of(about, source.lives()?, source.group()?);
-        Ok(Open { source: Storage::of(&about.path), origin: Some(origin), ..self })
+        let container = source.is_file();
+        Ok(Open { source: Storage::of(&about.path), origin: Some(origin), container, ..self })
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use compare::Hash;
 use compare::rolling::InPlace;
 use delta::Method;
+use device::Format;
 use link::Pace;
 use replica::{Commit, Keep};
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,9 @@ pub struct SyncOptions {
     pub method: Option<Method>,
     /// The commit mode.
     pub commit: Commit,
+    /// How the disk is to lie in the replica's file. `None`: as it does, and in a new one as its name says.
+    #[serde(skip)]
+    pub format: Option<Format>,
     /// Only report what would be sent.
     pub dry_run: bool,
     /// Take over a file or device that is not a replica of this source, after comparing all of it.

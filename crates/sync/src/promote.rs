@@ -19,6 +19,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
+use device::Format;
 use extents::Bitmap;
 use lineage::Point;
 use replica::{GaveUp, Outlook, Promoted, Replica, ReplicaError, Verdict};
@@ -209,7 +210,10 @@ pub(crate) fn succession(
 ) -> Result<Succession, SyncError> {
     let (status, recorded) = (replica.status(), replica.recorded());
     let block_size = if status.block_size.is_power_of_two() { status.block_size.max(4096) } else { 4096 };
-    let size = state.size(replica.path())?;
+    let size = match recorded.format {
+        Format::Raw => state.size(replica.path())?,
+        Format::Qcow2 => recorded.size,
+    };
     let changed = if completes { replica.changed_since_mark()? } else { None };
     let changes = match changed {
         Some(why) => Err(format!("the disk was changed while its promotion was interrupted: {why}")),
@@ -241,6 +245,7 @@ pub(crate) fn succession(
         base: outlook.epoch,
         trail: replica.trail(),
         moments,
+        format: recorded.format,
         block_size,
         changes,
     })

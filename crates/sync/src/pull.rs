@@ -103,8 +103,8 @@ impl From<&Handle> for SourceInfo {
         let about = handle.about();
         // Later, what a guest has written to the first block of its disk does not matter. The history is read only
         // for what looks like a container.
-        let is_new = |_: &&str| !handle.is_served() && matches!(handle.last_epoch(), Ok(None));
-        let container = device::container_format(&about.path).filter(is_new);
+        let is_new = |_: &&str| matches!(handle.last_epoch(), Ok(None));
+        let container = handle.container().filter(is_new);
         SourceInfo {
             path: about.path.clone(),
             uuid: about.uuid,
@@ -176,8 +176,8 @@ impl Pull {
             Task::Sync(options) => (Open::for_sync(&self.replica, options), !options.dry_run),
             Task::Verify(options) => (replica_for_verify(&self.replica, options), options.repair),
         };
-        let Open { source, origin, .. } = Open::hear(receiver)?;
-        let open = Open { source, origin, ..own };
+        let Open { source, origin, container, .. } = Open::hear(receiver)?;
+        let open = Open { source, origin, container, ..own };
         let end = ReplicaEnd { sender, receiver, site: Some(state), progress, writes };
         let told = end.converse(&open, &|open| open_here(open, &open.path, state))?;
         told.ok_or_else(|| nonsense("no result"))

@@ -196,7 +196,7 @@ fn what_a_guest_trimmed_is_no_data_to_send() {
 fn a_container_is_not_served_for_the_disk_in_it() {
     let site = Site::new();
     for (name, offset, magic) in [
-        ("a.qcow2", 0, &b"QFI\xfb\0\0\0\x03"[..]),
+        ("a.img", 0, &b"QFI\xfb\0\0\0\x03"[..]),
         ("b.vmdk", 0, b"KDMV"),
         ("c.vdi", 0x40, b"\x7f\x10\xda\xbe"),
         ("d.vhdx", 0, b"vhdxfile"),

@@ -32,6 +32,7 @@ mod pacing;
 mod past;
 mod postgres;
 mod pull;
+mod qcow2;
 mod refusals;
 mod rehearsal;
 mod rolled_back;

@@ -198,6 +198,7 @@ impl Replica {
     /// Goes on with NAME.partial.
     pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage().step.clone() else { return Ok(Sink::Closed) };
+        self.destination().mend(Name::Temporary)?;
         let base = while_made(header, step.positions);
         let sink = self.begin_step(step.kind, base, toward, header, false)?;
         self.take_journal(sink, toward, header)

@@ -221,7 +221,7 @@ fn open_frail(path: &Path, power: &Power, began: Option<u64>) -> crate::Result<R
 
 /// Opens a replica otherwise.
 fn open_frail_with(path: &Path, power: &Power, options: &Options) -> crate::Result<Replica> {
-    let destination = FileDestination::new(path.to_path_buf()).unwrap();
+    let destination = FileDestination::new(path.to_path_buf(), device::Format::Raw).unwrap();
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
     let destination =
         Frail { destination: Box::new(destination), power: power.clone(), meddled: Arc::default() };
@@ -234,7 +234,7 @@ fn open_meddled(
     began: Option<u64>,
     meddled: &Arc<AtomicBool>,
 ) -> crate::Result<Replica> {
-    let mut destination = FileDestination::new(path.to_path_buf()).unwrap();
+    let mut destination = FileDestination::new(path.to_path_buf(), device::Format::Raw).unwrap();
     if let Some(began) = began {
         destination.boot = Boot { id: "the next".into(), began };
     }
@@ -843,7 +843,7 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
 
 /// A file's replica in the boot after this one.
 fn open_after_a_reboot(path: &Path, options: &Options) -> crate::Result<Replica> {
-    let mut destination = FileDestination::new(path.to_path_buf()).unwrap();
+    let mut destination = FileDestination::new(path.to_path_buf(), device::Format::Raw).unwrap();
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     destination.boot = Boot { id: "the next".into(), began: now.as_nanos() as u64 + 1_000_000_000 };
     let folder = device::Dir::open(&path.with_file_name("state")).unwrap();

@@ -1,0 +1,306 @@
+//! A qcow2 file as a disk, by a qemu-nbd.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
+
+use device::{Access, DeviceError, DeviceErrorKind, Disk, Queue, ThreadQueue};
+use nbd::NbdDisk;
+use nbd::client::Address;
+
+use crate::server::{Server, Use, hold};
+use crate::tools;
+
+/// How long the qemu-nbd of a process that was killed may take to end.
+const ORPHAN_ENDS_WITHIN: Duration = Duration::from_secs(10);
+/// How long a server that answers no more is waited for, to learn why.
+const LAST_WORDS_WITHIN: Duration = Duration::from_secs(5);
+/// What a cluster of QEMU's default size has.
+const CLUSTER: u64 = 64 << 10;
+
+/// The disk in a qcow2 file. The file is locked as QEMU locks it. Ended in order when dropped.
+pub struct Image {
+    file: File,
+    path: PathBuf,
+    access: Use,
+    /// Where other processes connect.
+    place: Option<PathBuf>,
+    /// `None` where a change of the size has failed.
+    running: RwLock<Option<Running>>,
+    /// QEMU may hold tables in memory that are not in the file.
+    written: AtomicBool,
+    /// Held while they are written out.
+    settling: Mutex<()>,
+    reserved: Mutex<Reserved>,
+}
+
+/// The room that was asked for since the last flush.
+#[derive(Default)]
+struct Reserved {
+    bytes: u64,
+    /// The cluster up to which they count.
+    upto: u64,
+}
+
+struct Running {
+    /// Before the server: the connection ends first.
+    disk: NbdDisk,
+    server: Server,
+}
+
+impl Running {
+    fn start(file: &File, access: Use, place: Option<&Path>) -> io::Result<Running> {
+        let server = Server::start(file, access, place)?;
+        match NbdDisk::connect(&Address::Unix(server.address()), "") {
+            Ok(disk) => Ok(Running { disk, server }),
+            Err(e) => Err(match server.last_words(LAST_WORDS_WITHIN) {
+                Some(text) => io::Error::other(format!("qemu-nbd: {}", tools::said(&text))),
+                None => e,
+            }),
+        }
+    }
+}
+
+impl Image {
+    /// Opens the disk in a file that is open, at least for what is to be done. `path` is for messages.
+    ///
+    /// # Errors
+    /// Of kind `ResourceBusy` if another program uses it, and says which; if qemu-nbd is missing or cannot open it.
+    pub fn open(file: File, path: &Path, access: Use) -> io::Result<Image> {
+        Image::open_at(file, path, access, None)
+    }
+
+    /// The same, to be written; other processes may [`connect`] to what writes it, at `socket`. Once this process is killed, all that was
+    /// written gets into the file.
+    ///
+    /// # Errors
+    /// As for [`Image::open`].
+    pub fn serve(file: File, path: &Path, socket: &Path) -> io::Result<Image> {
+        Image::open_at(file, path, Use::Write, Some(socket))
+    }
+
+    fn open_at(file: File, path: &Path, access: Use, place: Option<&Path>) -> io::Result<Image> {
+        if let Some(lock) = access.lock() {
+            free(path, lock)?;
+        }
+        let running = Running::start(&file, access, place).map_err(|e| {
+            // Since it was free, another may have taken it.
+            let taken = access.lock().and_then(|lock| free(path, lock).err());
+            taken.map_or_else(
+                || io::Error::new(e.kind(), format!("cannot open {}: {e}", path.display())),
+                io::Error::from,
+            )
+        })?;
+        Ok(Image {
+            file,
+            path: path.to_path_buf(),
+            access,
+            place: place.map(Path::to_path_buf),
+            running: RwLock::new(Some(running)),
+            written: AtomicBool::new(false),
+            settling: Mutex::default(),
+            reserved: Mutex::default(),
+        })
+    }
+
+    /// Has QEMU write out what it holds in memory, if it may hold anything: nothing changes the file any more until the next write.
+    ///
+    /// # Errors
+    /// If it cannot. Then nothing tells what the file holds, and it has to be opened anew.
+    pub fn settle(&self) -> io::Result<()> {
+        let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.written.swap(false, SeqCst) {
+            false => Ok(()),
+            true => self.ask(|disk| disk.flush()).inspect_err(|_| self.written.store(true, SeqCst)),
+        }
+    }
+
+    /// Frees clusters that are allocated and used by nothing, as a kill of QEMU may leave them.
+    ///
+    /// # Errors
+    /// If QEMU finds more than that, or fails. Then the disk has to be opened anew.
+    pub fn reclaim(&self) -> io::Result<()> {
+        self.without_server(tools::reclaim)
+    }
+
+    /// Does something to the file for which QEMU must not have it open.
+    fn without_server(&self, act: impl FnOnce(&File) -> io::Result<()>) -> io::Result<()> {
+        if self.access != Use::Write {
+            return Err(self.read_only());
+        }
+        let mut running = self.running.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = running.take() {
+            running.disk.flush()?;
+        }
+        act(&self.file)?;
+        *running = Some(Running::start(&self.file, self.access, self.place.as_deref())?);
+        self.written.store(false, SeqCst);
+        Ok(())
+    }
+
+    fn reserved(&self) -> MutexGuard<'_, Reserved> {
+        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn running(&self) -> RwLockReadGuard<'_, Option<Running>> {
+        self.running.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ask<T>(&self, ask: impl FnOnce(&NbdDisk) -> io::Result<T>) -> io::Result<T> {
+        let running = self.running();
+        let Some(running) = &*running else {
+            return Err(io::Error::other(format!("{} could not be opened again", self.path.display())));
+        };
+        ask(&running.disk).map_err(|e| {
+            // An error of the disk itself has a number.
+            let gone =
+                e.raw_os_error().is_none().then(|| running.server.last_words(Duration::ZERO)).flatten();
+            gone.map_or(e, |text| {
+                io::Error::other(format!(
+                    "qemu-nbd for {} is gone: {}",
+                    self.path.display(),
+                    tools::said(&text)
+                ))
+            })
+        })
+    }
+
+    fn change(&self, change: impl FnOnce(&NbdDisk) -> io::Result<()>) -> io::Result<()> {
+        if self.access != Use::Write {
+            return Err(self.read_only());
+        }
+        // Before and after: a flush in between covers only what was done before it.
+        self.written.store(true, SeqCst);
+        let changed = self.ask(change);
+        self.written.store(true, SeqCst);
+        changed
+    }
+}
+
+impl Use {
+    /// What others must not do meanwhile.
+    fn lock(self) -> Option<Access> {
+        match self {
+            Use::Write => Some(Access::Write),
+            Use::Read => Some(Access::ReadShared),
+            Use::ReadBesideWriter => None,
+        }
+    }
+}
+
+/// The disk that another process [serves](Image::serve) at this socket, to be read.
+///
+/// # Errors
+/// If nobody does.
+pub fn connect(socket: &Path) -> io::Result<NbdDisk> {
+    let held = hold(socket)?;
+    NbdDisk::connect(&Address::Unix(format!("/proc/self/fd/{}", held.as_raw_fd()).into()), "")
+}
+
+/// Fails if another program uses the file at `path` in a way that forbids this. The qemu-nbd that a process has left that was killed is
+/// waited for.
+///
+/// # Errors
+/// Of kind [`InUse`](device::DeviceErrorKind::InUse), with who uses it.
+pub fn free(path: &Path, access: Access) -> Result<(), DeviceError> {
+    let began = Instant::now();
+    loop {
+        let error = match device::lock_image(path, access) {
+            Ok(_) => return Ok(()),
+            // A file system without locks knows nothing of other users.
+            Err(e) if e.kind() == DeviceErrorKind::Unsupported => return Ok(()),
+            Err(e) => e,
+        };
+        if !error.to_string().contains("(qemu-nbd") || began.elapsed() >= ORPHAN_ENDS_WITHIN {
+            return Err(error);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+impl Disk for Image {
+    fn len(&self) -> u64 {
+        self.running().as_ref().map_or(0, |running| running.disk.len())
+    }
+
+    fn align(&self) -> u32 {
+        self.running().as_ref().map_or(1, |running| running.disk.align())
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.ask(|disk| disk.read_at(offset, buf))
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.change(|disk| disk.write_at(offset, buf))
+    }
+
+    fn write_through(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.change(|disk| disk.write_through(offset, buf))
+    }
+
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        self.change(|disk| disk.zero(offset, len, unmap, fast))
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.change(|disk| disk.discard(offset, len))
+    }
+
+    /// QEMU cannot reserve anything: this looks whether there is room, for all that was asked since the last flush, in ascending order.
+    fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
+        let mut asked = self.reserved();
+        let first = (offset / CLUSTER).max(asked.upto);
+        asked.upto = asked.upto.max((offset + len).div_ceil(CLUSTER));
+        asked.bytes += asked.upto.saturating_sub(first) * CLUSTER;
+        let free = rustix::fs::fstatvfs(&self.file)?;
+        // Tables take one part in some thousands.
+        if asked.bytes + asked.bytes / 1024 + CLUSTER <= free.f_bavail.saturating_mul(free.f_frsize) {
+            return Ok(());
+        }
+        *asked = Reserved::default();
+        Err(rustix::io::Errno::NOSPC.into())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        *self.reserved() = Reserved::default();
+        let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+        self.written.store(false, SeqCst);
+        self.ask(|disk| disk.flush()).inspect_err(|_| self.written.store(true, SeqCst))
+    }
+
+    fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        self.ask(|disk| disk.allocated(from))
+    }
+
+    fn resize(&self, len: u64) -> io::Result<()> {
+        if self.len() == len {
+            return Ok(());
+        }
+        tools::check_size(len)?;
+        self.without_server(|file| tools::resize(file, len))?;
+        match self.len() {
+            is if is == len => Ok(()),
+            is => Err(io::Error::other(format!("{} has {is} bytes instead of {len}", self.path.display()))),
+        }
+    }
+
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(ThreadQueue::new(Arc::new(move |request| request.run(&*self)), depth)?))
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // What is not durable by now need not be, but QEMU should not have to hurry with it once it is told to end.
+        let _ = self.settle();
+        if let Some(place) = &self.place {
+            let _ = std::fs::remove_file(place);
+        }
+    }
+}
