@@ -19,10 +19,11 @@ use crate::backing::{Backing, PathBacking};
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::clones::{self, Around, NewClone};
 use crate::discard;
+use crate::export::ExportBacking;
 use crate::history::{History, Position};
 use crate::lives::{self, Batches};
 use crate::rests::Rests;
-use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
+use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, UNRECORDED, Verdict};
 use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Tally;
 use crate::view::View;
@@ -297,7 +298,8 @@ impl Source {
         options: &SourceOptions,
         made: &mut Option<PathBuf>,
     ) -> Result<Source, SourceError> {
-        let identity = device::identity(path)?;
+        let export = ExportBacking::open(path, options.read_only && !options.clones)?;
+        let identity = export.as_ref().map_or_else(|| Ok(device::identity(path)?), Backing::identity)?;
         let path = identity.path.clone();
         if path.to_str().is_none() {
             return Err(SourceError::Refused(format!(
@@ -305,17 +307,20 @@ impl Source {
                 path.display()
             )));
         }
-        refuse_used(&path, options)?;
+        if export.is_none() {
+            refuse_used(&path, options)?;
+        }
         let minting = state.lock()?;
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
         let place = known.as_ref().map_or_else(|| state.source_folder(uuid), |(place, _)| place.clone());
         let lock_image = || {
             let access = if options.read_only { device::Access::ReadShared } else { device::Access::Write };
-            device::lock_image(&path, access)
+            // Who else uses an export, only its server knows.
+            export.is_none().then(|| device::lock_image(&path, access)).transpose()
         };
         // A failure leaves no new folder behind; for a known source the folder's lock names the holder.
-        let early = if known.is_none() && !options.clones { Some(lock_image()?) } else { None };
+        let early = if known.is_none() && !options.clones { lock_image()? } else { None };
         *made = known.is_none().then(|| place.clone());
         let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
@@ -324,15 +329,16 @@ impl Source {
         };
         let folder = Arc::new(folder);
         let is_tracked = options.clones || clones::are_kept(&*folder)?;
-        let disk = device::open(
-            &path,
-            &device::Options { write: !options.read_only, direct: options.direct, exclusive: false },
-        )?;
+        let opening = device::Options { write: !options.read_only, direct: options.direct, exclusive: false };
+        let disk: Arc<dyn Disk> = match &export {
+            Some(export) => export.disk.clone(),
+            None => device::open(&path, &opening)?,
+        };
         let image = match early {
             Some(lock) => Some(lock),
             // A clone may be made whoever writes.
             None if is_tracked && options.read_only && !options.at_rest => None,
-            None => Some(lock_image()?),
+            None => lock_image()?,
         };
         let block_size = match (options.block_size, &known) {
             (Some(size), _) => size,
@@ -352,11 +358,14 @@ impl Source {
         };
         write_about(&*folder, &about)?;
         drop(minting);
-        let backing = Box::new(PathBacking::new(identity, folder.path()));
+        let backing: Box<dyn Backing> = match &export {
+            Some(export) => Box::new(export.clone()),
+            None => Box::new(PathBacking::new(identity, folder.path())),
+        };
         let mut source = Self::over(about, disk, folder, backing, options)?;
         // Where no clone could be made, the image is read as one that rests.
         let rests = options.read_only && !source.backing.is_clone();
-        let image = if image.is_none() && rests { Some(lock_image()?) } else { image };
+        let image = if image.is_none() && rests { lock_image()? } else { image };
         source.locks = Some((lock, image));
         source.fresh = made.is_some().then(|| state.clone()).filter(|_| options.read_only);
         Ok(source)
@@ -429,6 +438,9 @@ impl Source {
 
     /// Why the record of a source that no process holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
     pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
+        if device::is_export(&about.path) {
+            return Ok(Some(UNRECORDED.into()));
+        }
         let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
         Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place))
     }
