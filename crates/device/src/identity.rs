@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{DeviceError, DeviceErrorKind};
 
-/// Whether it is a file or a device.
+/// What it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskKind {
@@ -18,19 +18,21 @@ pub enum DiskKind {
     File,
     /// A block device.
     Block,
+    /// An export of an NBD server.
+    Export,
 }
 
 /// What a path leads to, and its state. Equal identities mean that nothing was changed, as far as the system shows:
 /// for a file its times do, for a device nothing does.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// File or block device.
+    /// File, block device or export.
     pub kind: DiskKind,
     /// The path without symbolic links.
     pub path: PathBuf,
     /// Of a file the number of the device it is on; of a block device its own number.
     pub dev: u64,
-    /// Inode of a file; 0 for a block device.
+    /// Inode of a file; 0 for a block device; of an export a hash of its URI.
     pub ino: u64,
     /// Of a block device: a number that the kernel gives to each medium once in its life (Linux 5.15).
     pub diskseq: Option<u64>,

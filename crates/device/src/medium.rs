@@ -185,6 +185,12 @@ pub fn agree(before: &str, now: &str) -> bool {
         && (before.is_empty() || told().count() > 0)
 }
 
+/// A list of hashes without those of the pieces for which `hidden` is true.
+pub fn masked(print: &str, hidden: impl Iterator<Item = bool>) -> String {
+    let hashes = print.as_bytes().chunks(HASH).map(|hash| std::str::from_utf8(hash).unwrap_or(UNREADABLE));
+    hashes.zip(hidden).map(|(hash, hidden)| if hidden { UNREADABLE } else { hash }).collect()
+}
+
 /// The hash of a part of a disk, for [`agree`].
 ///
 /// # Errors

@@ -19,7 +19,7 @@ use crate::{sync_command, units};
 
 /// Makes a replica the source.
 pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -> Result<()> {
-    let path = std::path::absolute(&args.replica)?;
+    let path = device::absolute(&args.replica)?;
     location::refuse_host(&args.replica, "promote")?;
     if path.is_dir() {
         let path = path.display();

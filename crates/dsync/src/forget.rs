@@ -57,7 +57,7 @@ pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Res
 
 /// Takes a source or a replica out of its group.
 fn group(name: &str, what: &str, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
-    let (path, options) = (std::path::absolute(what)?, sync::open_options(None, state));
+    let (path, options) = (device::absolute(what)?, sync::open_options(None, state));
     let known = state.source(what)?;
     let lineage = if known.is_none() { replica::inspect(&path, &options)? } else { None };
     let is_member = lineage.and_then(|lineage| lineage.group).is_some_and(|group| group.name == name);
@@ -83,13 +83,13 @@ fn group(name: &str, what: &str, dry_run: bool, state: &StateDir, output: &Outpu
 
 fn is_replica(what: &str, state: &StateDir) -> bool {
     let options = sync::open_options(None, state);
-    let lineage = std::path::absolute(what).map(|path| replica::inspect(&path, &options));
+    let lineage = device::absolute(what).map(|path| replica::inspect(&path, &options));
     lineage.is_ok_and(|lineage| lineage.is_ok_and(|lineage| lineage.is_some()))
 }
 
 /// Refuses a path that is a source and a replica: one was meant, and the other is not to be lost. Of a disk that is gone, neither is of use.
 fn refuse_both(what: &str, about: &About) -> Result<()> {
-    if about.path.exists() {
+    if device::is_there(&about.path) {
         bail!(Failure::refused(format!(
             "{what} is a source and a replica: run \"dsync forget --replica {what}\" to forget that it is a replica, or \"dsync forget \
              {}\" to forget the source",
@@ -175,7 +175,7 @@ pub(crate) fn bookmark(
 }
 
 fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()> {
-    let path: PathBuf = std::path::absolute(&args.what)?;
+    let path: PathBuf = device::absolute(&args.what)?;
     let options = sync::open_options(args.journal_dir.as_deref(), state);
     let (known, listed) = (sync::known_replicas(state), local::path_of(&args.what)?);
     let lineage = replica::inspect(&path, &options).unwrap_or(None);
@@ -191,7 +191,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
             args.what
         )));
     }
-    let is_gone = !path.exists();
+    let is_gone = !device::is_there(&path);
     // Opened, what is gone knows nothing of its moments.
     let kept_of_gone = is_gone.then(|| replica::history(&path, &options)).transpose();
     // Opening it completes an interrupted commit, so that the file that stays is consistent if possible. What others have written to it
@@ -199,7 +199,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     let open = |adopt| Replica::open(&path, &replica::Options { doubt: true, adopt, ..options.clone() });
     let replica = match open(false) {
         // What would say whether a commit is to be completed is lost: it stays as it was before that.
-        Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if path.exists() => {
+        Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if device::is_there(&path) => {
             // What was to be committed is dropped by that.
             if args.dry_run {
                 return forgotten(&path, "remains as it is", 0, true, output);

@@ -23,7 +23,7 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         return failover::promote(args, state, output);
     }
     location::refuse_host(&args.replica, "promote --group")?;
-    let dir = std::path::absolute(&args.replica)?;
+    let dir = device::absolute(&args.replica)?;
     let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
     warn_of_readers(&dir, state, output);
     let promotion =

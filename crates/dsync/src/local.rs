@@ -56,7 +56,7 @@ pub(crate) struct LocalReplica<'a> {
 /// A path as the list of replicas has it.
 pub(crate) fn path_of(what: &str) -> std::io::Result<PathBuf> {
     match std::fs::canonicalize(what) {
-        Err(_) => std::path::absolute(what),
+        Err(_) => device::absolute(what),
         found => found,
     }
 }

@@ -34,7 +34,7 @@ pub(crate) struct Location {
 }
 
 impl Location {
-    /// Reads `[[USER@]HOST:]PATH`, `ssh://[USER@]HOST[:PORT]/PATH` and `tls://HOST[:PORT]/PATH`. A path with a slash before its colon is
+    /// Reads `[[USER@]HOST:]PATH`, `ssh://[USER@]HOST[:PORT]/PATH`, `tls://HOST[:PORT]/PATH` and the URI of an NBD export. A path with a slash before its colon is
     /// local. An IPv6 address is in brackets.
     pub(crate) fn parse(text: &str) -> Result<Location, Failure> {
         let invalid = |why: &str| {
@@ -58,6 +58,17 @@ impl Location {
         }
         if let Some(rest) = text.strip_prefix("ssh://") {
             return Location::parse_ssh_url(text, rest).ok_or_else(|| invalid(SSH_URL));
+        }
+        if let Some(uri) = device::ExportUri::of(Path::new(text)) {
+            let name = uri.map_err(|error| Failure::usage(error.to_string()))?.to_string();
+            let path = PathBuf::from(&name);
+            return Ok(Location { name, host: None, reach: Reach::Ssh(None), path });
+        }
+        if let Ok(Some((host, path))) = split_host(text) {
+            if let (false, Some(uri)) = (host.is_empty(), device::ExportUri::of(Path::new(path))) {
+                let path = uri.map_err(|error| Failure::usage(error.to_string()))?.to_string();
+                return Location::over_ssh(text, host, None, &path);
+            }
         }
         if let Some((scheme, _)) = text.split_once("://").filter(|(scheme, _)| !scheme.contains('/')) {
             return Err(Failure::usage(format!(
@@ -113,6 +124,11 @@ impl Location {
     /// Reads the folder in which the replicas of a group are.
     pub(crate) fn folder(text: &str) -> Result<Location, Failure> {
         let location = Location::parse(text)?;
+        if device::is_export(&location.path) {
+            return Err(Failure::usage(format!(
+                "{text} is an export of an NBD server, and the replicas of a group are in a folder: sync each disk by itself"
+            )));
+        }
         // What is no place without its last slash is the root.
         Ok(Location::parse(text.trim_end_matches('/')).unwrap_or(location))
     }
@@ -122,8 +138,8 @@ impl Location {
         if self.host.is_some() {
             return Ok((self.path.clone(), self.name.clone()));
         }
-        let path = std::path::absolute(&self.path)
-            .with_context(|| format!("cannot find {}", self.path.display()))?;
+        let path =
+            device::absolute(&self.path).with_context(|| format!("cannot find {}", self.path.display()))?;
         let name = path.display().to_string();
         Ok((path, name))
     }
@@ -233,7 +249,7 @@ fn with_folder(message: &str, folder: &str) -> String {
 /// # Errors
 /// That, with where to run it.
 pub(crate) fn refuse_host(path: &Path, command: &str) -> Result<(), Failure> {
-    let named = path.to_str().filter(|_| !path.exists());
+    let named = path.to_str().filter(|_| !device::is_there(path));
     let there = named.and_then(|named| Location::parse(named).ok());
     match there.as_ref().and_then(|there| Some((there, there.host.as_ref()?))) {
         Some((there, host)) => Err(Failure::usage(format!(
@@ -249,7 +265,7 @@ impl Ends {
     /// Reads a source and a destination.
     pub(crate) fn parse(source: &str, destination: &str) -> Result<Ends, Failure> {
         let ends = Ends { source: Location::parse(source)?, destination: Location::parse(destination)? };
-        if destination.ends_with('/') {
+        if destination.ends_with('/') && !device::is_export(Path::new(destination)) {
             return Err(Failure::usage(format!(
                 "{destination} names a folder: give the path of the replica in it, such as {destination}vm.raw"
             )));

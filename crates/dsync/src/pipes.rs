@@ -56,7 +56,7 @@ pub(crate) fn merge(args: &args::Merge, state: &StateDir, output: &Output) -> Re
         bail!(Failure::usage("merge reads a delta from standard input: dsync merge DST < vm.delta"));
     }
     link::widen(&stdin());
-    let path = std::path::absolute(&args.destination)?;
+    let path = device::absolute(&args.destination)?;
     let options = sync::MergeOptions {
         commit: args.commit.into(),
         journal_dir: args.journal_dir.clone(),

@@ -107,7 +107,7 @@ pub(crate) struct Rehearsal {
 impl Rehearsal {
     /// Opens a moment of the replica at a path.
     pub(crate) fn open(path: &Path, moment: &str, args: &args::Serve, state: &StateDir) -> Result<Rehearsal> {
-        let path = std::path::absolute(path)?;
+        let path = device::absolute(path)?;
         let mut options = opening(args, state);
         if replica::inspect(&path, &options)?.is_none() {
             options.folder = sync::known_replicas(state).folder_of(&path).unwrap_or_default();
@@ -204,7 +204,7 @@ fn is_a_source(path: &Path) -> String {
 
 /// What a path is where no replica is.
 fn no_replica(path: &Path, state: &StateDir) -> Result<anyhow::Error> {
-    if !path.exists() {
+    if !device::is_there(path) {
         let missing = status::no_replica(path, state)?;
         return Ok(
             SourceError::Unknown(format!("{missing} (\"dsync status\" lists sources and replicas)")).into()

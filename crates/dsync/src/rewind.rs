@@ -45,7 +45,7 @@ struct Rewound {
 
 /// Runs the command.
 pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Result<()> {
-    let path = std::path::absolute(&args.destination)?;
+    let path = device::absolute(&args.destination)?;
     let options = sync::open_options(args.journal_dir.as_deref(), state);
     location::refuse_host(&args.destination, "rewind")?;
     refuse_others(&path, &options, state)?;
@@ -123,7 +123,7 @@ fn refuse_others(path: &Path, options: &Options, state: &StateDir) -> Result<()>
     let lineage = replica::inspect(path, options)?;
     let replica = lineage.as_ref().filter(|lineage| lineage.role.promoted.is_none());
     // Before its first copy is complete it has no file.
-    let is_gone = !path.exists() && replica.is_none_or(|lineage| lineage.epoch.is_some());
+    let is_gone = !device::is_there(path) && replica.is_none_or(|lineage| lineage.epoch.is_some());
     if replica.is_some() && !is_gone {
         return Ok(());
     }

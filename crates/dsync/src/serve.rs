@@ -289,7 +289,7 @@ impl Places {
         let bound = self.unix.as_ref().and_then(|unix| unix.local_addr().ok());
         if let Some(path) = bound.as_ref().and_then(|address| address.as_pathname()) {
             // Clients would resolve a relative path in their own directory.
-            let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+            let path = device::absolute(path).unwrap_or_else(|_| path.to_path_buf());
             uris.push(format!("nbd+unix:///{}?socket={}", escaped(export), escaped(&path.to_string_lossy())));
         }
         if let Some(address) = self.tcp.as_ref().and_then(|tcp| tcp.local_addr().ok()) {

@@ -207,7 +207,8 @@ impl SourceStatus {
         let (history, bookmarks) = read_both(&folder)?;
         // A device without a byte has no disk, as a loop device that is detached.
         let found = device::identity(&about.path).ok().filter(|found| !found.is_block() || found.size > 0);
-        let size = found.map(|found| found.size);
+        let is_export = device::is_export(&about.path);
+        let size = found.map(|found| found.size).or(is_export.then_some(about.identity.size));
         let served = match Client::connect(place)? {
             Some(client) => Some(client.status(&history)?),
             None => None,
@@ -621,12 +622,12 @@ fn replica(
     output: &Output,
     recovering: bool,
 ) -> Result<()> {
-    let absolute = std::path::absolute(path)?;
+    let absolute = device::absolute(path)?;
     let options = sync::open_options(folder, state);
     location::refuse_host(path, if recovering { "recover" } else { "status" })?;
     // A replica whose first copy is incomplete has a lineage, but no file.
     if !recovering
-        && !absolute.exists()
+        && !device::is_there(&absolute)
         && replica::inspect(&absolute, &options).map_or(true, |l| l.is_none())
     {
         let name = path.display().to_string();
@@ -843,7 +844,7 @@ fn written_down(
 pub(crate) fn recover(args: &args::Recover, state: &StateDir, output: &Output) -> Result<()> {
     location::refuse_host(&args.destination, "recover")?;
     if args.accept {
-        let path = std::path::absolute(&args.destination)?;
+        let path = device::absolute(&args.destination)?;
         let options = sync::open_options(args.journal_dir.as_deref(), state);
         if replica::accept_unwritten(&path, &options)? {
             output.say(&format!("{} is taken for what it was", path.display()));

@@ -146,6 +146,9 @@ fn join(device: &Path, group: &str, state: &StateDir, output: &Output) -> Result
 
 fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
     match &args.action {
+        TrackAction::Add { device, .. } if ::device::is_export(device) => {
+            Err(source::unrecorded(device).into())
+        }
         TrackAction::Add { device, with: Some(With::Dm), block_size, name, meta, .. } => {
             let name = match (name, device.file_name()) {
                 (Some(name), _) => name.clone(),

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use device::{Disk, Queue, ThreadQueue};
+use device::{Disk, ExportUri, NbdServer, Queue, ThreadQueue};
 
 use crate::client::{
     ALLOCATION, Address, BLOCK_STATUS, Dialed, FAST_ZERO, FLUSH, FUA, NO_HOLE, Order, READ, TRIM, WRITE,
@@ -97,6 +97,19 @@ impl NbdDisk {
             map: Mutex::default(),
             edges: Mutex::default(),
         })
+    }
+
+    /// The same by its URI.
+    ///
+    /// # Errors
+    /// As for [`NbdDisk::connect`].
+    pub fn open(uri: &ExportUri) -> io::Result<NbdDisk> {
+        let address = match &uri.server {
+            NbdServer::Unix(socket) => Address::Unix(socket.clone()),
+            NbdServer::Tcp(host, port) if host.contains(':') => Address::Tcp(format!("[{host}]:{port}")),
+            NbdServer::Tcp(host, port) => Address::Tcp(format!("{host}:{port}")),
+        };
+        NbdDisk::connect(&address, &uri.export)
     }
 
     /// True if the server takes no writes to this export.

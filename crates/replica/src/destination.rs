@@ -3,12 +3,14 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use device::{Boot, Clock, DeviceError, Dir, Disk, Folder, Format, Gauge, Medium, Sharing};
+use device::{Boot, Clock, DeviceError, Dir, Disk, ExportUri, Folder, Format, Gauge, Medium, Sharing};
+use nbd::NbdDisk;
 use qcow2::{Head, Image};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
@@ -40,9 +42,13 @@ pub trait Destination: Send {
     fn clock(&self) -> Clock {
         Clock::system()
     }
-    /// True for a block device: it has its size, its content before the first seed may be anything, and nothing can be
-    /// renamed over it.
+    /// True for a block device, and for an export of an NBD server: it has its size, its content before the first seed may be anything,
+    /// and nothing can be renamed over it.
     fn is_device(&self) -> bool;
+    /// True for an export: what is behind its name, only its content tells.
+    fn is_export(&self) -> bool {
+        false
+    }
     /// True if the path still leads to where the destination is: nothing was mounted over it, or unmounted.
     fn is_at_path(&self) -> io::Result<bool> {
         Ok(true)
@@ -469,6 +475,83 @@ impl DeviceDestination {
     }
 }
 
+/// An export of an NBD server. Of all marks of a disk it has its size and its content.
+pub(crate) struct ExportDestination {
+    path: PathBuf,
+    disk: Arc<NbdDisk>,
+}
+
+impl ExportDestination {
+    /// Connects to the export whose URI is `path`; `looks` where nothing is written to it.
+    ///
+    /// # Errors
+    /// `Away` if its server cannot be reached or does not have it; refused if it could not hold a replica.
+    pub(crate) fn new(path: &Path, looks: bool) -> Result<ExportDestination> {
+        let opened = ExportUri::of(path).unwrap_or(Err(io::ErrorKind::InvalidInput.into()));
+        let disk = opened.and_then(|uri| NbdDisk::open(&uri)).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData | io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported => {
+                ReplicaError::Refused(format!(
+                    "cannot use {}: {error}: have its NBD server export it otherwise, or give another URI",
+                    path.display()
+                ))
+            }
+            _ => ReplicaError::Away(format!(
+                "cannot reach {}: {error}: start its NBD server, or give another URI",
+                path.display()
+            )),
+        })?;
+        if !looks && disk.is_read_only() {
+            return Err(ReplicaError::Refused(format!(
+                "{} is exported read-only by its NBD server, so it can be no destination: export it for writing, or give another URI",
+                path.display()
+            )));
+        }
+        if !looks && !disk.can_flush() {
+            return Err(ReplicaError::Refused(format!(
+                "the NBD server of {} offers no flush, so no write there would be known to be durable: use a server that does",
+                path.display()
+            )));
+        }
+        Ok(ExportDestination { path: path.to_path_buf(), disk: Arc::new(disk) })
+    }
+}
+
+impl Destination for ExportDestination {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn is_device(&self) -> bool {
+        true
+    }
+
+    fn is_export(&self) -> bool {
+        true
+    }
+
+    fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
+        Ok(match name {
+            Name::Final => {
+                Some(Stamp { size: self.disk.len(), print: fingerprint(&*self.disk)?, ..Stamp::default() })
+            }
+            Name::Temporary => None,
+        })
+    }
+
+    fn glance(&self) -> io::Result<Option<Stamp>> {
+        Ok(Some(Stamp { size: self.disk.len(), ..Stamp::default() }))
+    }
+
+    fn settle(&self) -> io::Result<Stamp> {
+        self.disk.flush()?;
+        Ok(Stamp { size: self.disk.len(), print: fingerprint(&*self.disk)?, ..Stamp::default() })
+    }
+
+    fn open(&self, _name: Name) -> Result<Arc<dyn Disk>> {
+        Ok(self.disk.clone())
+    }
+}
+
 /// Blocks that make a device's fingerprint, in number and bytes: few enough to cost nothing, and enough that no two disks
 /// in use agree in all of them.
 const PRINT_BLOCKS: u64 = 16;
@@ -477,20 +560,23 @@ const PRINT_BLOCK: u64 = 4096;
 /// Hashes of a few blocks: the first, which every file system and partition table changes, and others spread evenly. Each
 /// by itself: an unreadable one must not hide what the others say.
 pub(crate) fn fingerprint(disk: &dyn Disk) -> io::Result<String> {
-    let mut print = String::new();
-    let len = disk.len();
     let mut block = device::Buf::new(PRINT_BLOCK as usize);
+    samples(disk.len()).map(|at| device::hash_of(disk, at, &mut block)).collect()
+}
+
+/// Where the blocks of a fingerprint begin.
+fn samples(len: u64) -> impl Iterator<Item = u64> {
     let blocks = len / PRINT_BLOCK;
-    let mut last = None;
-    for n in 0..PRINT_BLOCKS.min(blocks) {
-        let at = (u128::from(blocks - 1) * u128::from(n) / u128::from(PRINT_BLOCKS - 1)) as u64;
-        if last == Some(at) {
-            continue;
-        }
-        last = Some(at);
-        print.push_str(&device::hash_of(disk, at * PRINT_BLOCK, &mut block)?);
-    }
-    Ok(print)
+    let at = move |n| (u128::from(blocks - 1) * u128::from(n) / u128::from(PRINT_BLOCKS - 1)) as u64;
+    let mut samples: Vec<u64> = (0..PRINT_BLOCKS.min(blocks)).map(at).collect();
+    samples.dedup();
+    samples.into_iter().map(|at| at * PRINT_BLOCK)
+}
+
+/// A fingerprint of a disk of `len` bytes without the blocks that lie in one of these ranges.
+pub(crate) fn fingerprint_beside(print: &str, len: u64, touched: &[Range<u64>]) -> String {
+    let is_touched = |at: u64| touched.iter().any(|range| range.start < at + PRINT_BLOCK && at < range.end);
+    device::masked(print, samples(len).map(is_touched))
 }
 
 impl Destination for DeviceDestination {

@@ -53,12 +53,13 @@ use device::{Clock, StateFile};
 
 use uuid::Uuid;
 
-use crate::destination::Name;
+use crate::destination::{Name, fingerprint_beside};
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error, is_full};
 use crate::journal::{self, Contents, WHOLE, compares};
 use crate::lineage::{self, Lineage, Stamp, StepKind, Unsure};
 use crate::note::{self, Evidence, Foreign, Keeping, Note, Working};
 use crate::replica::Replica;
+use crate::undo::Touched;
 use crate::views;
 
 /// The path leads elsewhere by now.
@@ -138,6 +139,10 @@ impl Replica {
         let recorded = self.lineage().stamp.as_ref();
         // In doubt, what it was left like is what others have left.
         let left = if self.changed().is_some() { recorded } else { self.left().or(recorded) };
+        if let (Foreign::Resized, Some(left), Some(now)) = (why, left, &found) {
+            let [was, is] = [left.size, now.size].map(device::exact_size);
+            return format!("{why} from {was} to {is}");
+        }
         match found.filter(|_| why == Foreign::Written).and_then(|now| Some((now.changed, now.written?))) {
             // A write moves both times, but any program may set this one back.
             Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
@@ -398,9 +403,27 @@ impl Replica {
         })
     }
 
+    /// The same of an export: what the journal does not write must be as it was, or it may be another disk under the old name.
+    fn beside_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Result<Option<Foreign>> {
+        let Some(before) = self.lineage().stamp.as_ref().filter(|_| !journal.is_empty()) else {
+            return Ok(Some(Foreign::Interrupted));
+        };
+        let mut touched = Touched::new(self.lineage());
+        for delta in journal {
+            let failed = io_error("read", self.path());
+            journal::replay(self.state(), WHOLE, delta, &mut touched, &mut self.positions(), failed)?;
+        }
+        let touched: Vec<_> = touched.ranges().collect();
+        let print = fingerprint_beside(&before.print, now.size, &touched);
+        Ok(Stamp { print, ..before.clone() }.differs(now))
+    }
+
     /// In what way others have changed the file since the last own write, or may have, where that was later than the
     /// lineage: batches or a delta were merged from `journal`, a step in place was begun, or a copy was put in place.
     pub(crate) fn since_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Result<Option<Foreign>> {
+        if self.destination().is_export() {
+            return self.beside_own_writes(now, journal);
+        }
         if self.is_timeless() {
             return Ok(None);
         }

@@ -267,7 +267,7 @@ impl KnownReplica {
         let otherwise = || path.clone().unwrap_or_else(|| folder.to_path_buf());
         let (path, condition) = match &lineage {
             Err(error) => (otherwise(), Condition::Unreadable(error.to_string())),
-            Ok(None) => match path.as_ref().filter(|path| path.exists()) {
+            Ok(None) => match path.as_ref().filter(|path| device::is_there(path)) {
                 Some(path) => (path.clone(), Condition::Stateless(folder.to_path_buf())),
                 None => (otherwise(), Condition::Missing),
             },
@@ -304,7 +304,7 @@ fn condition(folder: &Path, path: &Path, lineage: &Lineage) -> Result<Condition>
 fn is_there(path: &Path, lineage: &Lineage) -> bool {
     match &lineage.disk {
         Some(disk) => is_disk(path, disk),
-        None => path.exists(),
+        None => device::is_there(path),
     }
 }
 

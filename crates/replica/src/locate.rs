@@ -1,7 +1,7 @@
 //! Where a replica's state is kept, and whose it is.
 //!
-//! The state of a file's replica is in `.NAME.dsync/` beside the file; that of a device's in a folder named after the disk, below
-//! [`Options::devices`]. [`Options::folder`] overrides both. Nothing here takes a lock or changes anything.
+//! The state of a file's replica is in `.NAME.dsync/` beside the file; that of a device's in a folder named after the disk, and
+//! that of one behind an NBD server in one named after its URI, both below [`Options::devices`]. [`Options::folder`] overrides both. Nothing here takes a lock or changes anything.
 //!
 //! # A replica that is away
 //!
@@ -16,6 +16,7 @@
 
 use std::path::{Path, PathBuf};
 
+use device::ExportUri;
 use rustix::fs::FileType;
 
 use crate::error::{ReplicaError, Result, io_error};
@@ -30,8 +31,30 @@ fn folder_beside(file: &Path) -> PathBuf {
     file.with_file_name(name)
 }
 
+/// What is at a destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    File,
+    Device,
+    /// An export of an NBD server: whether that has it is seen when it is opened.
+    Export,
+    /// What can be no replica.
+    Other,
+}
+
 /// Where a destination is, without links; what is there; and where its state is kept.
-pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<FileType>, PathBuf)> {
+pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<Kind>, PathBuf)> {
+    if let Some(uri) = ExportUri::of(path) {
+        let uri = uri.map_err(|error| ReplicaError::Refused(error.to_string()))?.to_string();
+        let folder = match &options.folder {
+            Some(folder) => folder.clone(),
+            None => {
+                let name = format!("nbd-{:016x}", twox_hash::XxHash3_64::oneshot(uri.as_bytes()));
+                folder_for_devices(path, options)?.join(name)
+            }
+        };
+        return Ok((uri.into(), Some(Kind::Export), folder));
+    }
     let canonical = match std::fs::canonicalize(path) {
         Ok(path) => path,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
@@ -69,22 +92,31 @@ pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<
         Err(e) => return Err(io_error("find", path)(e)),
     };
     let kind = match rustix::fs::stat(&canonical) {
-        Ok(found) => Some(FileType::from_raw_mode(found.st_mode)),
+        Ok(found) => Some(match FileType::from_raw_mode(found.st_mode) {
+            FileType::RegularFile => Kind::File,
+            FileType::BlockDevice => Kind::Device,
+            _ => Kind::Other,
+        }),
         Err(rustix::io::Errno::NOENT) => None,
         Err(e) => return Err(io_error("look at", &canonical)(e.into())),
     };
     let folder = match (&options.folder, kind) {
         (Some(folder), _) => folder.clone(),
-        (None, Some(FileType::BlockDevice)) if options.devices.as_os_str().is_empty() => {
-            return Err(ReplicaError::Refused(format!(
-                "{} is a device, and no folder is given for the state of its replica: give one with --journal-dir",
-                path.display()
-            )));
-        }
-        (None, Some(FileType::BlockDevice)) => folder_of_device(&canonical, &options.devices)?,
+        (None, Some(Kind::Device)) => folder_of_device(&canonical, folder_for_devices(path, options)?)?,
         (None, _) => folder_beside(&canonical),
     };
     Ok((canonical, kind, folder))
+}
+
+/// The folder for the state of replicas that have no folder beside them.
+fn folder_for_devices<'a>(path: &Path, options: &'a Options) -> Result<&'a Path> {
+    match options.devices.as_os_str().is_empty() {
+        false => Ok(&options.devices),
+        true => Err(ReplicaError::Refused(format!(
+            "{} is a device, and no folder is given for the state of its replica: give one with --journal-dir",
+            path.display()
+        ))),
+    }
 }
 
 /// The folder of a replica on a device: by what names the disk; by the kernel's name for it where nothing does.
@@ -149,7 +181,7 @@ pub(crate) fn refuse_others_state(
             path.display()
         )));
     }
-    if lineage.path != path && lineage.path.exists() {
+    if lineage.path != path && device::is_there(&lineage.path) {
         return Err(ReplicaError::Refused(format!(
             "{} holds the state of another replica, {}: give one of its own with --journal-dir",
             folder.display(),

@@ -130,6 +130,8 @@ pub(crate) enum Foreign {
     Print,
     /// The set of blocks in which it is unsure cannot be read, so anything may have been changed.
     Unsure,
+    /// A write in place to an export was interrupted, and nothing tells whether it is the same disk still.
+    Interrupted,
     /// It is a source itself.
     Promoted,
 }
@@ -156,6 +158,9 @@ impl fmt::Display for Foreign {
             Foreign::Medium(change) => return change.fmt(f),
             Foreign::Print => "it is another disk, or was written to",
             Foreign::Unsure => "the record of the blocks in which it is unsure is missing or damaged",
+            Foreign::Interrupted => {
+                "a copy to it was interrupted, and nothing tells whether its NBD server still has the same disk there"
+            }
             Foreign::Promoted => "it was promoted",
         })
     }

@@ -3,14 +3,13 @@
 use std::path::Path;
 
 use device::{Folder, FolderLock, Format};
-use rustix::fs::FileType;
 
-use crate::destination::{Destination, DeviceDestination, FileDestination, Name};
+use crate::destination::{Destination, DeviceDestination, ExportDestination, FileDestination, Name};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::foreign::covered;
 use crate::journal::{ARRIVING, WHOLE};
 use crate::lineage::{Lineage, Stamp, Unsure};
-use crate::locate::{locate, moved_from, refuse_others_state};
+use crate::locate::{Kind, locate, moved_from, refuse_others_state};
 use crate::note::{self, Foreign};
 use crate::options::Options;
 use crate::past::Settings;
@@ -29,18 +28,14 @@ impl Replica {
     /// others, or if there is a delta that can neither be completed nor dropped.
     pub fn open(path: &Path, options: &Options) -> Result<Replica> {
         let (path, kind, folder_path) = locate(path, options)?;
-        match kind {
-            None | Some(FileType::RegularFile | FileType::BlockDevice) => {}
-            Some(_) => {
-                return Err(ReplicaError::Refused(format!(
-                    "{} is neither a file nor a block device: choose another path",
-                    path.display()
-                )));
-            }
+        if kind == Some(Kind::Other) {
+            return Err(ReplicaError::Refused(format!(
+                "{} is neither a file nor a block device: choose another path",
+                path.display()
+            )));
         }
-        let device = kind == Some(FileType::BlockDevice);
         // What is refused leaves no folder behind.
-        if kind.is_some() && !device && !options.adopt && !options.replace && !folder_path.exists() {
+        if kind == Some(Kind::File) && !options.adopt && !options.replace && !folder_path.exists() {
             return Err(moved_from(&path, &folder_path).unwrap_or(ReplicaError::NotAReplica(path)));
         }
         let folder = device::Dir::open(&folder_path).map_err(io_error("make", &folder_path))?;
@@ -54,7 +49,9 @@ impl Replica {
                 refuse_others_state(lineage, &path, &folder_path, options)?;
             }
             let format = format_of(&path, kind, lineage.as_ref(), options)?;
-            if let Some(user) = kind.and_then(|_| device::in_use(&path)) {
+            // Who else uses an export, only its server knows.
+            let local = kind.filter(|kind| *kind != Kind::Export);
+            if let Some(user) = local.and_then(|_| device::in_use(&path)) {
                 return Err(ReplicaError::Busy { path: path.clone(), holder: user });
             }
             let lock = || match format {
@@ -62,7 +59,7 @@ impl Replica {
                 // What opens it locks it.
                 Format::Qcow2 => qcow2::free(&path, device::Access::Write).map(|()| None),
             };
-            let image = kind.map_or(Ok(None), |_| lock()).or_else(|e| {
+            let image = local.map_or(Ok(None), |_| lock()).or_else(|e| {
                 // A file system without locks knows nothing of other users.
                 match e.dsync_holder() {
                     _ if e.kind() == device::DeviceErrorKind::Unsupported => Ok(None),
@@ -73,13 +70,13 @@ impl Replica {
                     None => Err(e.into()),
                 }
             })?;
-            let destination: Box<dyn Destination> = if device {
-                Box::new(DeviceDestination::new(path.clone())?)
-            } else {
-                Box::new(
+            let destination: Box<dyn Destination> = match kind {
+                Some(Kind::Device) => Box::new(DeviceDestination::new(path.clone())?),
+                Some(Kind::Export) => Box::new(ExportDestination::new(&path, options.doubt)?),
+                _ => Box::new(
                     FileDestination::new(path.clone(), format)
                         .map_err(io_error("open the folder of", &path))?,
-                )
+                ),
             };
             if !folder.is_at_path().map_err(io_error("look at", &folder_path))? {
                 return Err(covered(&path));
@@ -279,7 +276,7 @@ impl Replica {
 /// How the disk at a path lies in its file, or will.
 fn format_of(
     path: &Path,
-    kind: Option<FileType>,
+    kind: Option<Kind>,
     lineage: Option<&Lineage>,
     options: &Options,
 ) -> Result<Format> {
@@ -291,9 +288,8 @@ fn format_of(
         )))
     };
     let (format, what) = match (lineage, kind) {
-        (_, Some(FileType::BlockDevice)) => {
-            (Format::Raw, "a device, whose bytes are those of the disk".to_owned())
-        }
+        (_, Some(Kind::Device)) => (Format::Raw, "a device, whose bytes are those of the disk".to_owned()),
+        (_, Some(Kind::Export)) => (Format::Raw, "an export, whose bytes are those of the disk".to_owned()),
         (Some(lineage), there) if there.is_some() || !options.create => {
             (lineage.format, format!("a {} replica", lineage.format))
         }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use device::{Dir, Disk, Folder, FolderLock, Queue, StateFile, ThreadQueue};
 use qcow2::{Image, Use};
-use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, StatVfsMountFlags, flock, statat};
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, StatVfsMountFlags, flock, statat};
 use rustix::io::Errno;
 use uuid::Uuid;
 
@@ -26,7 +26,7 @@ use crate::error::{ReplicaError, Result, io_error};
 use crate::index::Index;
 use crate::journal::{ARRIVING, WHOLE};
 use crate::lineage::Lineage;
-use crate::locate::{locate, state_folder};
+use crate::locate::{Kind, locate, state_folder};
 use crate::options::Options;
 use crate::past::{self, Past};
 use crate::present::{Shown, Watched, share};
@@ -90,7 +90,13 @@ impl View {
                     path.display()
                 )));
             }
-            Some(kind @ (FileType::RegularFile | FileType::BlockDevice)) => kind == FileType::BlockDevice,
+            Some(Kind::Export) => {
+                return Err(ReplicaError::Refused(format!(
+                    "{} is behind an NBD server, and is shown by that: dsync serves replicas in files and on devices only",
+                    path.display()
+                )));
+            }
+            Some(kind @ (Kind::File | Kind::Device)) => kind == Kind::Device,
             _ => return Err(ReplicaError::NotAReplica(path)),
         };
         if !folder.is_dir() {

@@ -12,6 +12,7 @@ use crate::backing::{Backing, PathBacking};
 use crate::batches::Batches;
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::control::{Client, ServedView, Status, status};
+use crate::export::unrecorded;
 use crate::group::Membership;
 use crate::history::{History, Position};
 use crate::live::Live;
@@ -106,6 +107,9 @@ impl Handle {
             return Ok(handle);
         }
         let path = place_of(state, what)?;
+        if device::is_export(&path) {
+            return Err(unrecorded(&path));
+        }
         let is_cloned = state.source(what)?.is_some_and(|(place, _)| is_cloned(&place));
         if is_cloned {
             return Err(SourceError::Refused(format!(
@@ -549,7 +553,7 @@ impl Handle {
 fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
     let known = state.source(what)?;
     let path = known.as_ref().map_or_else(|| PathBuf::from(what), |(_, about)| about.path.clone());
-    if path.exists() {
+    if device::is_there(&path) {
         return Ok(path);
     }
     Err(SourceError::Unknown(match known {

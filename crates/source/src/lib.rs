@@ -36,6 +36,7 @@ mod control;
 mod convergence;
 mod discard;
 mod error;
+mod export;
 mod forget;
 mod freeze;
 mod gap;
@@ -70,6 +71,7 @@ pub use device::Boot;
 #[doc(hidden)]
 pub use discard::clear;
 pub use error::SourceError;
+pub use export::unrecorded;
 pub use forget::{forget_bookmark, forget_source, in_use};
 pub use freeze::{Freeze, FreezeError, Prepared};
 pub use gap::Gap;

@@ -20,10 +20,11 @@ use crate::backing::{Backing, PathBacking, disk_in, open_image};
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::clones::{self, Around, NewClone};
 use crate::discard;
+use crate::export::ExportBacking;
 use crate::history::{History, Position};
 use crate::lives::{self, Batches};
 use crate::rests::Rests;
-use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
+use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, UNRECORDED, Verdict};
 use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Tally;
 use crate::view::View;
@@ -301,7 +302,8 @@ impl Source {
         options: &SourceOptions,
         made: &mut Option<PathBuf>,
     ) -> Result<Source, SourceError> {
-        let identity = device::identity(path)?;
+        let export = ExportBacking::open(path, options.read_only && !options.clones)?;
+        let identity = export.as_ref().map_or_else(|| Ok(device::identity(path)?), Backing::identity)?;
         let path = identity.path.clone();
         if path.to_str().is_none() {
             return Err(SourceError::Refused(format!(
@@ -309,7 +311,9 @@ impl Source {
                 path.display()
             )));
         }
-        refuse_used(&path, options)?;
+        if export.is_none() {
+            refuse_used(&path, options)?;
+        }
         let minting = state.lock()?;
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
@@ -318,6 +322,8 @@ impl Source {
         let lock_image = || {
             let access = if options.read_only { device::Access::ReadShared } else { device::Access::Write };
             match format {
+                // Who else uses an export, only its server knows.
+                _ if export.is_some() => Ok(None),
                 Format::Raw => device::lock_image(&path, access).map(Some),
                 // What opens it locks it.
                 Format::Qcow2 => Ok(None),
@@ -333,7 +339,13 @@ impl Source {
         };
         let folder = Arc::new(folder);
         let is_tracked = options.clones || clones::are_kept(&*folder)?;
-        let (disk, backing) = open_disk(identity.clone(), &folder, format, options)?;
+        let (disk, backing): (Arc<dyn Disk>, Box<dyn Backing>) = match &export {
+            Some(export) => (export.disk.clone(), Box::new(export.clone())),
+            None => {
+                let (disk, backing) = open_disk(identity.clone(), &folder, format, options)?;
+                (disk, Box::new(backing))
+            }
+        };
         let image = match early {
             Some(lock) => Some(lock),
             // A clone may be made whoever writes.
@@ -358,7 +370,7 @@ impl Source {
         };
         write_about(&*folder, &about)?;
         drop(minting);
-        let mut source = Self::over(about, disk, folder, Box::new(backing), options)?;
+        let mut source = Self::over(about, disk, folder, backing, options)?;
         // Where no clone could be made, the image is read as one that rests.
         let rests = options.read_only && !source.backing.is_clone();
         let image = if image.is_none() && rests { lock_image()? } else { image };
@@ -434,6 +446,9 @@ impl Source {
 
     /// Why the record of a source that no process holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
     pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
+        if device::is_export(&about.path) {
+            return Ok(Some(UNRECORDED.into()));
+        }
         let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
         Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place, about.format))
     }

@@ -34,7 +34,7 @@
 //!   durable before its times do: at once with `O_DIRECT`, or when the system writes the page back before the file system commits its
 //!   journal. After the power cut the file then has the new content and the old times. `fsync` by the writer makes both durable.
 
-use device::{Boot, Folder, Identity, Life, Written};
+use device::{Boot, DiskKind, Folder, Identity, Life, Written};
 use serde::{Deserialize, Serialize};
 
 use crate::{Gap, SourceError};
@@ -96,6 +96,8 @@ pub(crate) struct LastWrite {
 /// Why the record of a block device is not believed.
 const UNPROVEN: &str =
     "the block device may have been written to while it was not served (pass --trust-device if it was not)";
+/// The loss behind an NBD server: it may also show another moment, or another disk, under the same name.
+pub(crate) const UNRECORDED: &str = "it is behind an NBD server, where nobody records writes";
 /// The loss where the kernel has counted writes since: of others, or of dsync with a later state than this one, which is a copy.
 const UNSERVED: &str = "the block device was written to after this state of it was saved";
 /// The loss after a write that bypassed the server.
@@ -218,6 +220,9 @@ impl ImageStamp {
         }
         if !self.identity.same_object(now) {
             return Verdict::Lost(REPLACED.into());
+        }
+        if now.kind == DiskKind::Export {
+            return Verdict::Lost(UNRECORDED.into());
         }
         let life = boot.life(&self.boot);
         if now.is_block() {

@@ -148,7 +148,7 @@ fn known_as(sources: &[(PathBuf, Known)], identity: &Identity) -> Option<(PathBu
         sources.iter().find(|(_, known)| {
             known.is(identity, mark.as_ref()).is_none()
                 && known.about.identity.same_object(identity)
-                && !known.about.path.exists()
+                && !device::is_there(&known.about.path)
         })
     };
     let (place, known) = named().or_else(placed).or_else(unmarked)?;
@@ -171,6 +171,9 @@ pub struct Survey {
 
 /// The export's name of an image: the stem of its file name.
 pub fn export_name(path: &Path) -> String {
+    if let Some(Ok(uri)) = device::ExportUri::of(path) {
+        return if uri.export.is_empty() { "disk".into() } else { uri.export };
+    }
     path.file_stem().map_or_else(|| "disk".into(), |s| s.to_string_lossy().into_owned())
 }
 
@@ -334,7 +337,7 @@ impl StateDir {
         let mut sources = sources.into_iter().map(|(place, known)| (place, known.about));
         if what.contains('/') {
             // A source that is gone can be named by its former path.
-            let what = std::path::absolute(what).unwrap_or_else(|_| what.into());
+            let what = device::absolute(what).unwrap_or_else(|_| what.into());
             return Ok(sources.find(|(_, a)| a.path == what));
         }
         // A link may lead elsewhere by now, so a name that a path has itself goes before.

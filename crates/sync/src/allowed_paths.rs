@@ -99,7 +99,7 @@ impl AllowedPaths {
     /// folder. No symbolic link is followed between a folder and the file.
     pub(crate) fn find(&self, asked: &Path) -> Result<PathBuf, SyncError> {
         let AllowedPaths::Within { folders, named, option, hidden } = self else {
-            return std::path::absolute(asked).map_err(SyncError::io(format!("find {}", asked.display())));
+            return device::absolute(asked).map_err(SyncError::io(format!("find {}", asked.display())));
         };
         let refused = |why: &str| {
             Err(SyncError::Refused(format!("{} is not allowed for remote clients: {why}", asked.display())))

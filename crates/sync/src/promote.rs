@@ -101,6 +101,9 @@ impl Promotion {
 /// Refused if the replica is not one moment of its source, is in use, was changed by others, or is the source already; without
 /// `force` also if its source has not said that there was no more. It is the replica that it was then.
 pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Result<Promotion, SyncError> {
+    if device::is_export(path) {
+        return Err(source::unrecorded(path).into());
+    }
     let opening = state.opening(options.journal_dir.as_deref());
     let lineage = state.lineage(path, &opening)?;
     if lineage.is_none() {

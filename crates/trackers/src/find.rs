@@ -4,10 +4,13 @@ use std::path::{Path, PathBuf};
 
 use crate::{TrackError, Tracker, bpf, dm};
 
-/// The tracker of the block device at `device`, if it has one.
-pub fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
-    match bpf::find(device)? {
-        None => dm::find(device),
+/// The tracker of the block device at `path`, if it has one.
+pub fn find(path: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
+    if device::is_export(path) {
+        return Ok(None);
+    }
+    match bpf::find(path)? {
+        None => dm::find(path),
         found => Ok(found),
     }
 }

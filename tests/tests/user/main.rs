@@ -27,6 +27,7 @@ mod metrics;
 mod mirror;
 mod mirrored_device;
 mod monitor;
+mod nbd_disks;
 mod neighbour;
 mod pacing;
 mod past;
