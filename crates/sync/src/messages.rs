@@ -211,7 +211,7 @@ impl Open {
     pub(crate) fn beside(self, source: &Handle) -> Result<Open, SyncError> {
         let about = source.about();
         let origin = Origin::of(about, source.lives()?, source.group()?);
-        Ok(Open { source: Storage::of(&about.path), origin: Some(origin), ..self })
+        Ok(Open { source: source.storage(), origin: Some(origin), ..self })
     }
 }
 
