@@ -3,6 +3,7 @@
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use dsync_tests::guest::{self, Guest};
 use dsync_tests::image::{self, BLOCK, assert_equal, differing_blocks};
 use dsync_tests::mount::Loop;
 use dsync_tests::{Output, Random, Run, Site, need, need_root, skipped, until};
@@ -460,4 +461,61 @@ fn the_script_of_the_guide_follows_an_image_of_ceph() {
         let names = std::fs::read_dir(&ceph).expect("the snapshots").count();
         assert_eq!(names, 2, "one snapshot is kept");
     }
+}
+
+/// A volume in a thin pool, on which a guest runs the script of the guide.
+const THIN: &str = r#"set -e
+export LVM_SYSTEM_DIR=/tmp/lvm DSYNC_STATE_DIR=/tmp/state DSYNC_RUN_DIR=/tmp/run-dsync LVM_SUPPRESS_FD_WARNINGS=1
+export PATH=/tmp/files:$PATH
+mkdir -p /tmp/lvm /run/lock/lvm
+printf '%s\n' 'activation { udev_sync = 0 udev_rules = 0 monitoring = 0 }' 'devices { use_devicesfile = 0 obtain_device_list_from_udev = 0 }' \
+    'backup { backup = 0 archive = 0 }' >/tmp/lvm/lvm.conf
+vgcreate -q my-vg /dev/vda
+lvcreate -q -L 64M -c 64k -T my-vg/the-pool
+lvcreate -q -V 32M -T my-vg/the-pool -n vm
+vm=/dev/my-vg/vm
+put() { dd if=/dev/urandom of=$vm bs=64k seek="$1" count="$2" conv=fsync 2>/dev/null; }
+run() {
+    sh /tmp/files/thin-sync my-vg/vm /tmp/replica.raw >/tmp/said 2>&1 || { cat /tmp/said; exit 1; }
+    cat /tmp/said
+    grep -q "$1" /tmp/said
+    cmp $vm /tmp/replica.raw
+    # The pool, the volume and its last snapshot; and nothing holds the metadata.
+    [ "$(lvs --noheadings my-vg | wc -l)" = 3 ]
+    dmsetup message my--vg-the--pool-tpool 0 reserve_metadata_snap
+    dmsetup message my--vg-the--pool-tpool 0 release_metadata_snap
+}
+put 0 100
+run seeded
+put 7 1
+put 200 2
+blkdiscard -o 2621440 -l 262144 $vm
+run "as told by"
+run "is up to date"
+put 9 1
+dmsetup message my--vg-the--pool-tpool 0 reserve_metadata_snap
+dd if=/dev/zero of=$vm bs=64k seek=300 count=1 conv=fsync 2>/dev/null
+run "as told by"
+mark done
+"#;
+
+#[test]
+fn the_script_of_the_guide_follows_a_volume_of_a_thin_pool() {
+    let what = "the script of the guide in a guest with LVM";
+    if !guest::wanted(what) || !guest::possible(what) || !need(&["lvm", "thin_delta", "dmsetup", "jq"], what)
+    {
+        return;
+    }
+    let site = Site::new();
+    let script = site.path("thin-sync");
+    std::fs::write(&script, of_guide("thin-sync")).expect("the script");
+    let guest = Guest::boot(&guest::Options {
+        script: THIN.into(),
+        disks: vec![site.image("disk.raw", 192 * MIB).display().to_string()],
+        modules: vec!["dm_thin_pool".into(), "dm_snapshot".into()],
+        files: vec![script, dsync_tests::site::binary().into()],
+        ..guest::Options::default()
+    });
+    let said = guest.finish(std::time::Duration::from_secs(300));
+    assert!(said.iter().any(|line| line.contains("done")), "{said:#?}");
 }
