@@ -69,6 +69,12 @@ impl Storage {
         Some(Storage { boot, layers })
     }
 
+    /// Both.
+    pub fn with(mut self, other: Storage) -> Storage {
+        self.layers.extend(other.layers);
+        self
+    }
+
     /// True if both share bytes, or one is stored on the other: writing to one changes the other.
     pub fn overlaps(&self, other: &Storage) -> bool {
         let shared = |a: &Layer, b: &Layer| match (&a.range, &b.range) {

@@ -7,11 +7,12 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use compare::Hash;
 use compare::rolling::Cycles;
-use source::{CutOptions, FreezeMode};
+use source::{CutOptions, FreezeMode, Told, ToldChanges};
 use sync::{Commit, Keep, LiveOptions, Stages};
 
 use crate::address::Address;
 use crate::bandwidth::Bandwidth;
+use crate::change_list;
 use crate::failure::Failure;
 use crate::units::{
     self, parse_expiry, parse_factor, parse_range, parse_rate, parse_size, parse_time, parse_timeout,
@@ -518,6 +519,62 @@ pub(crate) struct SourceArgs {
     pub allow_shrink: bool,
 }
 
+/// Which moment of a source is read.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = METHOD)]
+pub(crate) struct MomentArgs {
+    /// Read this in place of SRC: a snapshot, a clone or a read-only device that shows a moment of it. SRC itself may be in use then, or be on
+    /// another machine: any absolute path names it
+    #[arg(long, value_name = "PATH")]
+    pub moment: Option<PathBuf>,
+    /// Name of the moment that is read, such as that of its snapshot: no two have the same
+    #[arg(long = "as", value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
+    pub called: Option<String>,
+}
+
+impl MomentArgs {
+    /// What is told of the moment; `None` if nothing is.
+    pub(crate) fn told(&self, changes: ToldChanges) -> Option<Told> {
+        let told = Told { place: self.moment.clone(), name: self.called.clone(), changes };
+        (told.place.is_some() || told.name.is_some()).then_some(told)
+    }
+}
+
+/// What somebody else says of the changes of a source.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = METHOD)]
+pub(crate) struct ToldArgs {
+    #[command(flatten)]
+    pub at: MomentArgs,
+    /// Take what was written to SRC from this file, and not from a record of dsync: lines OFFSET LENGTH in bytes, or the output of "dsync changes
+    /// --json" or "rbd diff --format json"; - for standard input. What the list omits is not sent: "dsync verify" shows it
+    #[arg(long, value_name = "FILE", requires_all = ["since", "called"])]
+    pub changes: Option<PathBuf>,
+    /// The moment from which the list counts, by the name that the last sync had with --as; without --changes, that moment itself, for another
+    /// replica or after an interruption
+    #[arg(long, value_name = "NAME", requires = "called")]
+    pub since: Option<String>,
+}
+
+impl ToldArgs {
+    /// Reads what is told of the moment; `None` if nothing is. Standard input can be read once.
+    ///
+    /// # Errors
+    /// [`Failure`] if the list cannot be read.
+    pub(crate) fn read(&self) -> Result<Option<Told>, Failure> {
+        let changes = match (&self.changes, &self.since) {
+            (Some(file), Some(since)) => ToldChanges::List(change_list::read(file, since)?),
+            (None, Some(since)) if Some(since) != self.at.called.as_ref() => {
+                let how = "--since needs --changes, with what was written since that moment; or the same name as --as, if it is that moment itself";
+                return Err(Failure::usage(how));
+            }
+            (None, Some(_)) => ToldChanges::Nothing,
+            _ => ToldChanges::Unknown,
+        };
+        Ok(self.at.told(changes))
+    }
+}
+
 /// Where metrics are served.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = ADVANCED)]
@@ -876,7 +933,7 @@ pub(crate) struct Sync {
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Bring the replicas of all members of this group to one moment; they have the names of the members' files
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["keep_going", "digests", "journal_dir"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["keep_going", "digests", "journal_dir", "moment", "called", "changes"])]
     pub group: Option<String>,
     /// Print what would be sent, and change nothing
     #[arg(short = 'n', long)]
@@ -900,6 +957,8 @@ pub(crate) struct Sync {
     pub cycles: CyclesArg,
     #[command(flatten)]
     pub begin: BeginArgs,
+    #[command(flatten)]
+    pub told: ToldArgs,
     #[command(flatten)]
     pub consent: ConsentArgs,
     #[command(flatten)]
@@ -1301,6 +1360,8 @@ pub(crate) struct Verify {
     /// Send and commit what differs
     #[arg(long)]
     pub repair: bool,
+    #[command(flatten)]
+    pub told: MomentArgs,
     /// Compare only this range of bytes, such as 1G:64M; may be repeated
     #[arg(long = "range", value_name = "OFFSET:LEN", value_parser = parse_range)]
     pub ranges: Vec<std::ops::Range<u64>>,

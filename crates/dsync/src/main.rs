@@ -5,6 +5,7 @@
 mod address;
 mod args;
 mod bandwidth;
+mod change_list;
 mod checkpoint;
 mod delta_files;
 mod demo;
@@ -180,9 +181,10 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     match &cli.command {
         Command::Sync(args) => {
             let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
+            let told = args.told.read()?;
             return until_free(&args.run.wait, output, || match &args.group {
                 Some(group) => group_command::sync(group, args, &steering, &state, output),
-                None => sync_command::run(args, &steering, &state, output),
+                None => sync_command::run(args, &told, &steering, &state, output),
             });
         }
         Command::Mirror(args) => match &args.group {

@@ -49,6 +49,8 @@ pub(crate) struct SourceStatus {
     pub is_untracked: bool,
     /// What its clone takes, if it is an image that is tracked by clones.
     pub clone: Option<KeptClone>,
+    /// The name that its last epoch was given by who told what changed up to it.
+    moment: Option<String>,
     #[serde(serialize_with = "in_words")]
     pub served: Option<Status>,
     pub replicas: Vec<Lacking>,
@@ -207,8 +209,11 @@ impl SourceStatus {
         let (history, bookmarks) = read_both(&folder)?;
         // A device without a byte has no disk, as a loop device that is detached.
         let found = device::identity(&about.path).ok().filter(|found| !found.is_block() || found.size > 0);
-        let is_export = device::is_export(&about.path);
-        let size = found.map(|found| found.size).or(is_export.then_some(about.identity.size));
+        let moment = source::moment_of(&folder, history.last())?;
+        // A disk on another machine, or behind a server, is not looked for.
+        let elsewhere =
+            moment.as_ref().is_some_and(|moment| moment.elsewhere) || device::is_export(&about.path);
+        let size = found.map(|found| found.size).or(elsewhere.then_some(about.identity.size));
         let served = match Client::connect(place)? {
             Some(client) => Some(client.status(&history)?),
             None => None,
@@ -250,7 +255,8 @@ impl SourceStatus {
         let replicas: Vec<Lacking> = replicas.collect();
         let mut first_copies = Tally::all(place);
         first_copies.retain(|tally| tally.is_first_copy() && bookmarks.named(&tally.replica).is_none());
-        let is_untracked = served.is_none() && !about.identity.is_block() && !source::was_served(place);
+        let is_untracked = served.is_none()
+            && (moment.is_some() || !about.identity.is_block() && !source::was_served(place));
         let status = SourceStatus {
             kind: "source",
             path: about.path,
@@ -265,6 +271,7 @@ impl SourceStatus {
             lost,
             is_untracked,
             clone,
+            moment: moment.and_then(|moment| moment.name),
             served,
             replicas,
             first_copies,
@@ -506,7 +513,10 @@ fn say_tracked(status: &SourceStatus, output: &Output) {
                 "  tracked by clones: what was overwritten since the last one takes {}",
                 units::size(clone.kept_bytes)
             )),
-            None => output.say("  not served"),
+            None => match &status.moment {
+                Some(name) => output.say(&format!("  not served; its last epoch is the moment \"{name}\"")),
+                None => output.say("  not served"),
+            },
         },
     }
 }

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use source::{Around, SourceOptions, StateDir};
+use source::{Around, SourceOptions, StateDir, Told};
 use sync::{
     CutHook, Extents, GivenUp, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable,
     Way,
 };
 
 use crate::args::{self, Command, FreezeArg, HashArg, MethodArg, SourceArgs};
+use crate::change_list;
 use crate::effect;
 use crate::failure::{self, FAILED, Failure};
 use crate::hook::Hook;
@@ -19,6 +20,9 @@ use crate::location::{Ends, Location};
 use crate::output::Output;
 use crate::steering::{self, Steering};
 use crate::units;
+
+/// What a summary says of a sync by the record alone.
+const TRACKED: &str = "tracked";
 
 /// How long a hook may take, unless its user says otherwise.
 const HOOK_LIMIT: Duration = Duration::from_secs(60);
@@ -64,7 +68,13 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
 }
 
 /// Runs the command; its exit code.
-pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, output: &Output) -> Result<u8> {
+pub(crate) fn run(
+    args: &args::Sync,
+    told: &Option<Told>,
+    steering: &Steering,
+    state: &StateDir,
+    output: &Output,
+) -> Result<u8> {
     let named = args.destination.as_deref().unwrap_or_default();
     let ends = Ends::parse(&args.source, named)?;
     let options = options(args, steering, ends.far().is_some())?;
@@ -76,6 +86,12 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
         let how = format!("the hook is run where the source is: run \"dsync sync\" with it on {host}");
         return Err(Failure::usage(how).into());
     }
+    if let Some(host) = ends.source.host.as_ref().filter(|_| told.is_some()) {
+        let how = format!(
+            "--changes, --moment and --as are for the host of the source: run \"dsync sync\" with them on {host}"
+        );
+        return Err(Failure::usage(how).into());
+    }
     let hook = hook(&args.live.hook, &args.source, named);
     let hooked = hook.clone().map(|hook| hook as Arc<dyn CutHook>);
     let options = SyncOptions { hook: hooked, give_up, ..options };
@@ -83,10 +99,13 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
     let summary = if pulls {
         pull(args, &ends, options, state, output)
     } else {
-        push(args, &ends, options, hook.clone(), state, output)
+        push(args, &ends, options, (told, hook.clone()), state, output)
     };
     hook.inspect(|hook| hook.end(summary.is_ok(), output));
-    let summary = summary?;
+    let mut summary = summary?;
+    if let Some(file) = args.told.changes.as_ref().filter(|_| summary.trust == TRACKED) {
+        summary.trust = format!("as told by {}", change_list::name(file));
+    }
     warn(&summary, output);
     summary
         .given_up
@@ -128,12 +147,12 @@ fn push(
     args: &args::Sync,
     ends: &Ends,
     mut options: SyncOptions,
-    hook: Option<Arc<Hook>>,
+    (told, hook): (&Option<Told>, Option<Arc<Hook>>),
     state: &StateDir,
     output: &Output,
 ) -> Result<Summary> {
     let around = hook.filter(|_| !options.dry_run).map(|hook| hook as Arc<dyn Around>);
-    let opening = SourceOptions { around, ..crate::source_options(&args.open)? };
+    let opening = SourceOptions { around, told: told.clone(), ..crate::source_options(&args.open)? };
     let handle = sync::attach(state, &args.source, &opening)?;
     if handle.is_clone() {
         options.hook = None;

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use compare::Scope;
-use source::StateDir;
+use source::{SourceOptions, StateDir, ToldChanges};
 use sync::{Pull, SourceInfo, Task, Verified, VerifyOptions, Way};
 
 use crate::args;
@@ -36,6 +36,18 @@ pub(crate) fn run(args: &args::Verify, steering: &Steering, state: &StateDir, ou
         journal_dir: args.far.journal_dir.clone(),
         way: Way::to(ends.far().is_some()),
     };
+    if args.told.moment.is_some() && args.told.called.is_none() {
+        return Err(Failure::usage(
+            "--moment needs --as NAME here: the name that the last sync gave to this moment",
+        )
+        .into());
+    }
+    if let Some(host) = ends.source.host.as_ref().filter(|_| args.told.called.is_some()) {
+        let how = format!(
+            "--moment and --as are for the host of the source: run \"dsync verify\" with them on {host}"
+        );
+        return Err(Failure::usage(how).into());
+    }
     effect::on_way(&ends, &args.far, output);
     let begun = |info: &SourceInfo| {
         effect::on_source(info, &args.open, &[], output);
@@ -45,7 +57,10 @@ pub(crate) fn run(args: &args::Verify, steering: &Steering, state: &StateDir, ou
         let task = (Task::Verify(options), &args.open, &args.far);
         Verified { source: (&args.source).into(), ..ends.pull(task, state, output, &begun, Pull::verify)? }
     } else {
-        let handle = crate::attach(state, &args.source, &args.open)?;
+        // The moment that was synced last: nothing was written since.
+        let told = args.told.told(ToldChanges::Nothing);
+        let opening = SourceOptions { told, ..crate::source_options(&args.open)? };
+        let handle = sync::attach(state, &args.source, &opening)?;
         begun(&(&handle).into())?;
         let progress = |done, total| output.progress(done, total);
         let verified = ends.converse(&args.far, state, None, |link, path, name| {

@@ -47,6 +47,10 @@ pub trait Backing: Send + Sync {
     fn is_clone(&self) -> bool {
         false
     }
+    /// Where it is, if that is not the source's path.
+    fn elsewhere(&self) -> Option<&Path> {
+        None
+    }
     /// Detects writes by other programs from now on; `None` if the identity shows them.
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         Ok(None)

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder};
+use device::{Dir, Disk, Folder, Storage};
 use extents::Bitmap;
 use lineage::{Lives, Point};
 
@@ -17,6 +17,7 @@ use crate::group::Membership;
 use crate::history::{History, Position};
 use crate::live::Live;
 use crate::lives;
+use crate::moments;
 use crate::peek::is_cloned;
 use crate::source::{Source, SourceOptions};
 use crate::state::{About, StateDir, about_in};
@@ -62,21 +63,30 @@ impl Handle {
     /// in this process. A disk that is not yet a source becomes one.
     pub fn attach(state: &StateDir, what: &str, options: &SourceOptions) -> Result<Handle, SourceError> {
         if let Some(handle) = Handle::served(state, what)? {
-            return Ok(handle);
+            return handle.unless_told(options);
         }
-        let path = place_of(state, what)?;
+        let path = place_of(state, what, options)?;
         if let Some(tracker) = trackers::find(&path)? {
-            return Ok(Live::open(state, &path, tracker)?.into());
+            return Handle::from(Live::open(state, &path, tracker)?).unless_told(options);
         }
+        refuse_member(state, what, options)?;
         let options = SourceOptions { read_only: true, ..options.clone() };
         let source = match Source::open(state, &path, &options) {
             // A starting server holds the lock before it answers.
             Err(busy @ SourceError::Busy { .. }) => {
-                return Handle::served_soon(state, what)?.ok_or(busy);
+                return Handle::served_soon(state, what)?.ok_or(busy)?.unless_told(&options);
             }
             other => other?,
         };
         Ok(Handle::of_source(source))
+    }
+
+    /// Refuses what others say of a disk whose writes are recorded here.
+    fn unless_told(self, options: &SourceOptions) -> Result<Handle, SourceError> {
+        match options.told {
+            Some(_) => Err(moments::refuse_recorded(&self.about.path)),
+            None => Ok(self),
+        }
     }
 
     /// A source that this process holds.
@@ -106,7 +116,7 @@ impl Handle {
         if let Some(handle) = Handle::followed(state, what)? {
             return Ok(handle);
         }
-        let path = place_of(state, what)?;
+        let path = place_of(state, what, &SourceOptions::default())?;
         if device::is_export(&path) {
             return Err(unrecorded(&path));
         }
@@ -132,7 +142,7 @@ impl Handle {
         if let Some(handle) = Handle::served(state, what)? {
             return Ok(Some(handle));
         }
-        let path = place_of(state, what)?;
+        let path = place_of(state, what, &SourceOptions::default())?;
         if let Some(tracker) = trackers::find(&path)? {
             return Ok(Some(Live::open(state, &path, tracker)?.into()));
         }
@@ -167,6 +177,17 @@ impl Handle {
     /// True if the moment that a sync copies is that of the opening: a clone of the image was made then.
     pub fn is_clone(&self) -> bool {
         matches!(self.holder, Holder::Here(_)) && self.backing.is_clone()
+    }
+
+    /// What it is stored on, and where it is read, if that is elsewhere.
+    pub fn storage(&self) -> Option<Storage> {
+        // What is on another machine is stored nowhere here.
+        let own = self.about.path.exists().then(|| Storage::of(&self.about.path)).flatten();
+        let shown = self.backing.elsewhere().and_then(Storage::of);
+        match (own, shown) {
+            (Some(own), Some(shown)) => Some(own.with(shown)),
+            (own, shown) => own.or(shown),
+        }
     }
 
     /// True if a server answers for the source.
@@ -549,11 +570,19 @@ impl Handle {
     }
 }
 
-/// The path of the source, which must exist.
-fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
+/// Refuses what others say of a disk of a group.
+fn refuse_member(state: &StateDir, what: &str, options: &SourceOptions) -> Result<(), SourceError> {
+    let Some((place, about)) = state.source(what)?.filter(|_| options.told.is_some()) else { return Ok(()) };
+    let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
+    let group = Membership::read(&folder)?;
+    group.map_or(Ok(()), |group| Err(moments::refuse_member(&about.path, &group.name)))
+}
+
+/// The path of the source, which must exist, unless its moment is read elsewhere.
+fn place_of(state: &StateDir, what: &str, options: &SourceOptions) -> Result<PathBuf, SourceError> {
     let known = state.source(what)?;
     let path = known.as_ref().map_or_else(|| PathBuf::from(what), |(_, about)| about.path.clone());
-    if device::is_there(&path) {
+    if device::is_there(&path) || options.elsewhere().is_some() {
         return Ok(path);
     }
     Err(SourceError::Unknown(match known {

@@ -23,6 +23,8 @@ use crate::discard;
 use crate::export::ExportBacking;
 use crate::history::{History, Position};
 use crate::lives::{self, Batches};
+use crate::moments::{self, MomentBacking, NewMoment, Told};
+use crate::outside::Outside;
 use crate::rests::Rests;
 use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, UNRECORDED, Verdict};
 use crate::state::{About, StateDir, about_in, write_about};
@@ -45,6 +47,8 @@ pub struct SourceOptions {
     pub for_peer: bool,
     /// What is held around the moment of its clone, if it is tracked so.
     pub around: Option<Arc<dyn Around>>,
+    /// What others say of the moment that is to be read.
+    pub told: Option<Told>,
     /// Nothing may write to the disk while it is open here, also if it is tracked by clones: what is written after a clone would be in no sync.
     pub at_rest: bool,
     /// Write bypassing the page cache.
@@ -72,6 +76,7 @@ impl Default for SourceOptions {
             clones: false,
             for_peer: false,
             around: None,
+            told: None,
             at_rest: false,
             direct: false,
             trust_device: false,
@@ -97,6 +102,11 @@ impl SourceOptions {
             block_size *= 2;
         }
         block_size
+    }
+
+    /// Where the moment is that is to be read, if that is not the source's path.
+    pub(crate) fn elsewhere(&self) -> Option<&Path> {
+        self.told.as_ref()?.place.as_deref()
     }
 
     /// How its disk is tracked. `lost`: what was written is not known, so nothing can be lost by a smaller disk.
@@ -153,14 +163,14 @@ pub struct Source {
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
     /// Created by this command, which only reads: removed again if it has no epoch.
     fresh: Option<StateDir>,
-    /// An inner lock. The clone of the image that was made at its opening, until it is that of an epoch.
-    clone: Mutex<Option<NewClone>>,
+    /// An inner lock. Who said at its opening what was written before, until that is in an epoch.
+    outside: Mutex<Option<Outside>>,
 }
 
 /// What a source is opened from.
 pub(crate) struct Parts {
-    /// The new clone of an image that is tracked by clones.
-    pub clone: Option<NewClone>,
+    /// Who says what was written before.
+    pub outside: Option<Outside>,
     pub about: About,
     pub disk: Arc<dyn Disk>,
     pub folder: Arc<dyn Folder>,
@@ -198,7 +208,7 @@ impl Parts {
         if options.read_only && !options.at_rest {
             (self.disk, self.backing) = (clone.disk()?, Box::new(clone.backing()));
         }
-        self.clone = Some(clone);
+        self.outside = Some(Outside::Clone(clone));
         Ok(None)
     }
 }
@@ -302,9 +312,18 @@ impl Source {
         options: &SourceOptions,
         made: &mut Option<PathBuf>,
     ) -> Result<Source, SourceError> {
-        let export = ExportBacking::open(path, options.read_only && !options.clones)?;
-        let identity = export.as_ref().map_or_else(|| Ok(device::identity(path)?), Backing::identity)?;
+        let shown = options.elsewhere();
+        let export = match shown {
+            Some(_) => None,
+            None => ExportBacking::open(path, options.read_only && !options.clones)?,
+        };
+        let identity = match (&export, shown) {
+            (Some(export), _) => export.identity()?,
+            (None, Some(shown)) => moments::identity(path, shown)?,
+            (None, None) => device::identity(path)?,
+        };
         let path = identity.path.clone();
+        let read = shown.unwrap_or(&path);
         if path.to_str().is_none() {
             return Err(SourceError::Refused(format!(
                 "the name of {} is not UTF-8, so its state could not be found again: rename it",
@@ -312,7 +331,7 @@ impl Source {
             )));
         }
         if export.is_none() {
-            refuse_used(&path, options)?;
+            refuse_used(read, options)?;
         }
         let minting = state.lock()?;
         let known = state.source(&path.to_string_lossy())?;
@@ -324,7 +343,7 @@ impl Source {
             match format {
                 // Who else uses an export, only its server knows.
                 _ if export.is_some() => Ok(None),
-                Format::Raw => device::lock_image(&path, access).map(Some),
+                Format::Raw => device::lock_image(read, access).map(Some),
                 // What opens it locks it.
                 Format::Qcow2 => Ok(None),
             }
@@ -339,9 +358,14 @@ impl Source {
         };
         let folder = Arc::new(folder);
         let is_tracked = options.clones || clones::are_kept(&*folder)?;
-        let (disk, backing): (Arc<dyn Disk>, Box<dyn Backing>) = match &export {
-            Some(export) => (export.disk.clone(), Box::new(export.clone())),
-            None => {
+        let (disk, backing): (Arc<dyn Disk>, Box<dyn Backing>) = match (&export, shown) {
+            (Some(export), _) => (export.disk.clone(), Box::new(export.clone())),
+            (None, Some(shown)) => {
+                let opening = device::Options { write: false, direct: options.direct, exclusive: false };
+                let backing = MomentBacking::new(path.clone(), shown, folder.path())?;
+                (device::open(shown, &opening)?, Box::new(backing))
+            }
+            (None, None) => {
                 let (disk, backing) = open_disk(identity.clone(), &folder, format, options)?;
                 (disk, Box::new(backing))
             }
@@ -357,11 +381,7 @@ impl Source {
             (None, Some((_, about))) => about.block_size,
             (None, None) => SourceOptions::block_size_for(disk.len()),
         };
-        if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
-            return Err(SourceError::Refused(format!(
-                "invalid block size {block_size}: use a power of two from 4K to 1M"
-            )));
-        }
+        check_block_size(block_size)?;
         let about = About { format, ..About::new(uuid, disk_in(identity, format)?, block_size) };
         let about = match known {
             // Read again: the process that held it may have begun a life.
@@ -417,7 +437,7 @@ impl Source {
         folder: &dyn Folder,
         backing: &dyn Backing,
         identity: &Identity,
-        last: u64,
+        last: Option<Epoch>,
         trust_device: bool,
     ) -> Result<(Verdict, u64, Option<u64>), SourceError> {
         let served = LastWriteTime::open(folder, backing.clock())
@@ -431,8 +451,10 @@ impl Source {
         };
         let stamp = ImageStamp::read(folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
-        let verdict = match (Self::missing(folder, stamp.as_ref(), last)?, stamp) {
-            (Some(why), _) => Verdict::Lost(why.into()),
+        let missing = Self::missing(folder, stamp.as_ref(), last.map_or(0, |last| last.number))?;
+        let lost = moments::elsewhere(folder, last)?.or(missing.map(Gap::from));
+        let verdict = match (lost, stamp) {
+            (Some(why), _) => Verdict::Lost(why),
             (None, None) => Verdict::New,
             (None, Some(stamp)) => match stamp.verdict(identity, &backing.boot(), last_write, trust_device) {
                 Verdict::Lost(why) => {
@@ -460,7 +482,10 @@ impl Source {
             return Ok(Some("writes to the source are not recorded at present".into()));
         }
         let look = || -> Result<Verdict, SourceError> {
-            let last = History::read(folder)?.last().map_or(0, |e| e.number);
+            let last = History::read(folder)?.last();
+            if let Some(why) = moments::elsewhere(folder, last)? {
+                return Ok(Verdict::Lost(why));
+            }
             Ok(Self::verdict(folder, backing, &backing.identity()?, last, false)?.0)
         };
         let verdict = match look()? {
@@ -483,15 +508,24 @@ impl Source {
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
         let (history, identity) = (History::hold(&*folder)?, backing.identity()?);
-        let mut parts = Parts { clone: None, about, disk, folder, backing, history, identity };
+        let mut parts = Parts { outside: None, about, disk, folder, backing, history, identity };
         let is_tracked = options.clones || clones::are_kept(&*parts.folder)?;
-        let unmade = if is_tracked { parts.make_clone(options)? } else { None };
+        let unmade = match &options.told {
+            Some(told) => {
+                let (folder, size) = (parts.folder.clone(), parts.disk.len());
+                let moment = NewMoment::take(folder, &parts.about, &parts.history, told, size)?;
+                parts.outside = Some(Outside::Moment(moment));
+                None
+            }
+            None if is_tracked => parts.make_clone(options)?,
+            None => None,
+        };
         let Parts { folder, backing, identity, .. } = &parts;
-        let last = parts.history.last().map_or(0, |e| e.number);
+        let last = parts.history.last();
         let (recorded, was, foreign) =
             Self::verdict(&**folder, &**backing, identity, last, options.trust_device)?;
-        let verdict = match (&parts.clone, unmade, recorded) {
-            (Some(clone), _, recorded) => clone.verdict(recorded),
+        let verdict = match (&parts.outside, unmade, recorded) {
+            (Some(outside), _, recorded) => outside.verdict(recorded),
             (None, Some(why), Verdict::Lost(Gap::Told(_))) => {
                 Verdict::Lost(format!("no clone of it could be made: {why}").into())
             }
@@ -500,7 +534,7 @@ impl Source {
         let source = Self::begin(parts, (verdict, was, foreign), options)?;
         if is_tracked && !options.read_only {
             // What was written before is in the record, as is what will be.
-            source.clone.lock().unwrap_or_else(|e| e.into_inner()).take();
+            source.outside().take();
             clones::drop_kept(&*source.folder, &source.about)?;
         }
         Ok(source)
@@ -512,7 +546,7 @@ impl Source {
         (verdict, was, foreign): (Verdict, u64, Option<u64>),
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
-        let Parts { clone, mut about, disk, folder, backing, history, identity } = parts;
+        let Parts { outside, mut about, disk, folder, backing, history, identity } = parts;
         let last = history.last().map_or(0, |e| e.number);
         if was > identity.size && !options.allow_shrink {
             return Err(SourceError::Shrank { path: about.path, was, is: identity.size });
@@ -521,11 +555,12 @@ impl Source {
         // What only reads leaves the record to one that is told that it holds, as long as it ends no epoch.
         let mut spared = options.read_only && matches!(verdict, Verdict::Unproven { .. });
         let closed = ImageStamp::read(&*folder)?;
+        let is_cloned = matches!(outside, Some(Outside::Clone(_)));
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
         // until the history has it.
         let mut stamp = ImageStamp {
             clean: false,
-            lost: lost.clone().filter(|_| !spared),
+            lost: lost.clone().filter(|_| !spared).or_else(|| outside.as_ref()?.unrecorded()),
             identity: identity.clone(),
             boot: backing.boot().id,
             epoch: last,
@@ -534,7 +569,7 @@ impl Source {
             written: None,
             marked: None,
             durable: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable),
-            served: !options.read_only || clone.is_some() || closed.as_ref().is_some_and(|c| c.served),
+            served: !options.read_only || is_cloned || closed.as_ref().is_some_and(|c| c.served),
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = match verdict {
@@ -546,7 +581,7 @@ impl Source {
             stamp.write(&*folder)?;
         }
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
-        let told = clone.as_ref().and_then(|clone| clone.since.as_ref().ok());
+        let told = outside.as_ref().and_then(|outside| outside.since().ok());
         let closed = closed.filter(|_| trusted && told.is_none());
         let marked = closed.as_ref().map(|_| disk.dirty().map_err(SourceError::memory(&identity.path)));
         let marked = marked.transpose()?.map(|dirty| dirty.count());
@@ -582,14 +617,17 @@ impl Source {
             tending: Some(tending),
             locks: None,
             fresh: None,
-            clone: Mutex::new(clone),
+            outside: Mutex::new(outside),
         })
     }
 
     /// How long the writers of an image had to wait while it was cloned at its opening.
     pub(crate) fn waited(&self) -> Duration {
-        let clone = self.clone.lock().unwrap_or_else(|e| e.into_inner());
-        clone.as_ref().map_or(Duration::ZERO, |clone| clone.waited)
+        self.outside().as_ref().map_or(Duration::ZERO, Outside::waited)
+    }
+
+    fn outside(&self) -> std::sync::MutexGuard<'_, Option<Outside>> {
+        self.outside.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// What the source's folder says of it.
@@ -749,7 +787,7 @@ impl Source {
         if let Some(epoch) = stands.filter(|_| follower.is_none_or(|f| f.pending() == 0)) {
             let saved = if view { Some(self.new_view()?) } else { None };
             if self.disk.view_of_unchanged(saved.as_ref()) {
-                self.keep_clone(epoch)?;
+                self.keep_outside(epochs, epoch)?;
                 let blocks = size.div_ceil(u64::from(self.about.block_size));
                 let changes = Bitmap::try_new(blocks).map_err(SourceError::memory(&self.about.path))?;
                 let changes = Some(Arc::new(changes));
@@ -774,15 +812,15 @@ impl Source {
         let same = stands.filter(|_| frozen.changes.is_clean());
         let epoch = match same {
             Some(last) => {
-                self.keep_clone(last)?;
+                self.keep_outside(epochs, last)?;
                 last
             }
             None => {
                 let epoch = Epoch { number: frozen.number, id: Uuid::new_v4() };
                 let (blocks, changes) = (self.about.block_size, &frozen.changes);
-                let mut clone = self.clone.lock().unwrap_or_else(|e| e.into_inner()).take();
+                let mut outside = self.outside().take();
                 let settled = self.backing.durable_time().and_then(|durable| {
-                    clone.as_mut().map_or(Ok(()), |clone| clone.keep(epoch, &*self.backing))?;
+                    outside.as_mut().map_or(Ok(()), |outside| outside.keep(epoch, &*self.backing))?;
                     epochs.history.append(epoch, lost.clone(), size, blocks, changes)?;
                     epochs.stamp.durable = durable;
                     // The gap is in the history. And a history that ends before this epoch is not trusted any more:
@@ -804,7 +842,7 @@ impl Source {
                     }
                     return Err(error);
                 }
-                clone.into_iter().for_each(|clone| clone.drop_others());
+                outside.into_iter().for_each(|outside| outside.drop_others());
                 epoch
             }
         };
@@ -814,11 +852,15 @@ impl Source {
         Ok((Checkpoint { epoch, saved, changes }, frozen.followed))
     }
 
-    /// Keeps the clone that was made at the opening as that of an epoch of which there is none, and since which nothing was written.
-    fn keep_clone(&self, epoch: Epoch) -> Result<(), SourceError> {
-        let mut clone = self.clone.lock().unwrap_or_else(|e| e.into_inner());
-        let first = clone.take_if(|clone| clone.since.is_err());
-        first.map_or(Ok(()), |mut clone| clone.keep(epoch, &*self.backing))
+    /// Keeps what the opening has brought with the last epoch, since which nothing was written: a clone if that has none, the name of a moment.
+    fn keep_outside(&self, epochs: &mut Epochs, last: Epoch) -> Result<(), SourceError> {
+        let Some(mut outside) = self.outside().take_if(|outside| outside.joins()) else { return Ok(()) };
+        outside.keep(last, &*self.backing)?;
+        if outside.unrecorded().is_some() {
+            epochs.stamp.lost = None;
+            epochs.stamp.write(&*self.folder)?;
+        }
+        Ok(())
     }
 
     /// Ends the epochs of several sources at one moment, with a view of each; see [`TrackedDisk::checkpoint_together`]. All callers
@@ -989,7 +1031,8 @@ impl Source {
         let doubted = self.lost().filter(|_| !epochs.spared);
         let (boot, wrote) = (self.backing.boot(), self.disk.last_write());
         let other = || epochs.stamp.other(&identity, &boot, wrote).unwrap_or(REPLACED.into());
-        let lost = if replaced { Some(other()) } else { doubted };
+        let unrecorded = self.outside().as_ref().and_then(Outside::unrecorded);
+        let lost = if replaced { Some(other()) } else { doubted.or(unrecorded) };
         let epoch = epochs.history.last().map_or(0, |e| e.number);
         let boot = boot.id.clone();
         let larger = epochs.stamp.larger;
@@ -1015,12 +1058,21 @@ impl Source {
 impl Drop for Source {
     fn drop(&mut self) {
         self.stop_tending();
-        drop(self.clone.lock().unwrap_or_else(|e| e.into_inner()).take());
+        drop(self.outside().take());
         // The lock is released last.
         let locks = self.locks.take();
         if let (Some(state), Some((lock, _image))) = (&self.fresh, locks) {
             discard::undo(state, self.folder.path(), Some(lock));
         }
+    }
+}
+
+fn check_block_size(block_size: u32) -> Result<(), SourceError> {
+    match block_size.is_power_of_two() && (4096..=1 << 20).contains(&block_size) {
+        true => Ok(()),
+        false => Err(SourceError::Refused(format!(
+            "invalid block size {block_size}: use a power of two from 4K to 1M"
+        ))),
     }
 }
 
@@ -1083,8 +1135,9 @@ fn format_of(path: &Path, known: Option<&About>, options: &SourceOptions) -> Res
     let Some(known) = known else { return Ok(options.format.unwrap_or_default()) };
     let contradicts = match options.format.filter(|asked| *asked != known.format) {
         Some(asked) => format!("and --format {asked} was given"),
-        None if options.clones && !known.format.is_raw() => {
-            "of which \"dsync serve\" records what is written to the disk; clones are of the file".to_owned()
+        None if (options.clones || options.told.is_some()) && !known.format.is_raw() => {
+            "of which \"dsync serve\" records what is written to the disk; clones and lists of changes are of the file"
+                .to_owned()
         }
         None => return Ok(known.format),
     };

@@ -148,8 +148,15 @@ pub fn succeed_in(
     let way = (&succession.trail, base);
     History::begin(&*folder, way, succession.moments.clone(), disk.len(), block_size, changes)?;
     let history = History::read(&*folder)?;
-    let parts =
-        Parts { clone: None, about: about.clone(), disk, folder: folder.clone(), backing, history, identity };
+    let parts = Parts {
+        outside: None,
+        about: about.clone(),
+        disk,
+        folder: folder.clone(),
+        backing,
+        history,
+        identity,
+    };
     let options = SourceOptions { read_only: true, ..SourceOptions::default() };
     // The replica was just seen to be what its lineage says, and is held.
     let found = (Verdict::Trusted { power_lost: false }, 0, None);

@@ -219,7 +219,7 @@ impl Open {
         let about = source.about();
         let origin = Origin::of(about, source.lives()?, source.group()?);
         let container = source.is_file();
-        Ok(Open { source: Storage::of(&about.path), origin: Some(origin), container, ..self })
+        Ok(Open { source: source.storage(), origin: Some(origin), container, ..self })
     }
 }
 

@@ -43,6 +43,7 @@ mod space;
 mod structure;
 mod sync;
 mod tls;
+mod told;
 mod troubleshooting;
 mod units;
 mod unreadable;
