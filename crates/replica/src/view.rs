@@ -83,25 +83,7 @@ impl View {
     /// moment; if a commit goes on for longer than two minutes.
     pub fn open(path: &Path, options: &Options, to: Option<Uuid>) -> Result<View> {
         let (path, kind, folder) = locate(path, options)?;
-        let device = match kind {
-            None if folder.is_dir() => {
-                return Err(ReplicaError::Away(format!(
-                    "replica {} no longer exists: it was removed, or its file system was unmounted",
-                    path.display()
-                )));
-            }
-            Some(Kind::Export) => {
-                return Err(ReplicaError::Refused(format!(
-                    "{} is behind an NBD server, and is shown by that: dsync serves replicas in files and on devices only",
-                    path.display()
-                )));
-            }
-            Some(kind @ (Kind::File | Kind::Device)) => kind == Kind::Device,
-            _ => return Err(ReplicaError::NotAReplica(path)),
-        };
-        if !folder.is_dir() {
-            return Err(ReplicaError::NotAReplica(path));
-        }
+        let device = is_shown_as_device(&path, kind, &folder)?;
         let dir = Dir::existing(&folder).map_err(io_error("open", &folder))?;
         let raw = || {
             let held = Dir::existing(path.parent().unwrap_or(Path::new("/")));
@@ -378,6 +360,22 @@ fn is_at_rest(path: &Path, dir: &Dir, shown: &Shown) -> Result<bool> {
         lineage.step.is_some() || [ARRIVING, WHOLE].iter().any(|name| dir.open(name, false).is_ok());
     let agrees = lineage.nonce == shown.state && lineage.unsure.is_nothing() && !is_begun;
     Ok(agrees && (shown.inode == 0 || !is_doubtful(path, false, dir)?))
+}
+
+/// True for a device, false for a file; refused if it cannot be shown.
+fn is_shown_as_device(path: &Path, kind: Option<Kind>, folder: &Path) -> Result<bool> {
+    match kind {
+        None if folder.is_dir() => Err(ReplicaError::Away(format!(
+            "replica {} no longer exists: it was removed, or its file system was unmounted",
+            path.display()
+        ))),
+        Some(Kind::Export) => Err(ReplicaError::Refused(format!(
+            "{} is behind an NBD server, and is shown by that: dsync serves replicas in files and on devices only",
+            path.display()
+        ))),
+        Some(kind @ (Kind::File | Kind::Device)) if folder.is_dir() => Ok(kind == Kind::Device),
+        _ => Err(ReplicaError::NotAReplica(path.to_path_buf())),
+    }
 }
 
 /// True if another program may have written to the destination since dsync left it alone, or the file does not tell. Of a device

@@ -312,25 +312,17 @@ impl Source {
         options: &SourceOptions,
         made: &mut Option<PathBuf>,
     ) -> Result<Source, SourceError> {
-        let shown = options.elsewhere();
-        let export = match shown {
-            Some(_) => None,
-            None => ExportBacking::open(path, options.read_only && !options.clones)?,
-        };
-        let identity = match (&export, shown) {
-            (Some(export), _) => export.identity()?,
-            (None, Some(shown)) => moments::identity(path, shown)?,
-            (None, None) => device::identity(path)?,
-        };
+        let (export, identity) = look_at(path, options)?;
         let path = identity.path.clone();
-        let read = shown.unwrap_or(&path);
+        let read = options.elsewhere().unwrap_or(&path);
         if path.to_str().is_none() {
             return Err(SourceError::Refused(format!(
                 "the name of {} is not UTF-8, so its state could not be found again: rename it",
                 path.display()
             )));
         }
-        if export.is_none() {
+        let is_export = export.is_some();
+        if !is_export {
             refuse_used(read, options)?;
         }
         let minting = state.lock()?;
@@ -342,7 +334,7 @@ impl Source {
             let access = if options.read_only { device::Access::ReadShared } else { device::Access::Write };
             match format {
                 // Who else uses an export, only its server knows.
-                _ if export.is_some() => Ok(None),
+                _ if is_export => Ok(None),
                 Format::Raw => device::lock_image(read, access).map(Some),
                 // What opens it locks it.
                 Format::Qcow2 => Ok(None),
@@ -358,18 +350,7 @@ impl Source {
         };
         let folder = Arc::new(folder);
         let is_tracked = options.clones || clones::are_kept(&*folder)?;
-        let (disk, backing): (Arc<dyn Disk>, Box<dyn Backing>) = match (&export, shown) {
-            (Some(export), _) => (export.disk.clone(), Box::new(export.clone())),
-            (None, Some(shown)) => {
-                let opening = device::Options { write: false, direct: options.direct, exclusive: false };
-                let backing = MomentBacking::new(path.clone(), shown, folder.path())?;
-                (device::open(shown, &opening)?, Box::new(backing))
-            }
-            (None, None) => {
-                let (disk, backing) = open_disk(identity.clone(), &folder, format, options)?;
-                (disk, Box::new(backing))
-            }
-        };
+        let (disk, backing) = open_disk(export, identity.clone(), &folder, format, options)?;
         let image = match early {
             Some(lock) => Some(lock),
             // A clone may be made whoever writes.
@@ -1107,14 +1088,37 @@ fn changed(identity: &Identity) -> Option<u64> {
     (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
 }
 
+/// What is at the path of a source: its identity, and the export of an NBD server if the path is a URI. What shows the moment of a source
+/// that is elsewhere is looked at instead of that.
+fn look_at(path: &Path, options: &SourceOptions) -> Result<(Option<ExportBacking>, Identity), SourceError> {
+    if let Some(shown) = options.elsewhere() {
+        return Ok((None, moments::identity(path, shown)?));
+    }
+    let export = ExportBacking::open(path, options.read_only && !options.clones)?;
+    let identity = export.as_ref().map_or_else(|| Ok(device::identity(path)?), Backing::identity)?;
+    Ok((export, identity))
+}
+
+/// A disk, and what else is asked of it.
+type Opened = (Arc<dyn Disk>, Box<dyn Backing>);
+
 /// Opens the disk of a source whose state is in `folder`.
 fn open_disk(
+    export: Option<ExportBacking>,
     identity: Identity,
     folder: &Dir,
     format: Format,
     options: &SourceOptions,
-) -> Result<(Arc<dyn Disk>, PathBacking), SourceError> {
+) -> Result<Opened, SourceError> {
+    if let Some(export) = export {
+        return Ok((export.disk.clone(), Box::new(export)));
+    }
     let path = identity.path.clone();
+    if let Some(shown) = options.elsewhere() {
+        let opening = device::Options { write: false, direct: options.direct, exclusive: false };
+        let backing = MomentBacking::new(path, shown, folder.path())?;
+        return Ok((device::open(shown, &opening)?, Box::new(backing)));
+    }
     let backing = PathBacking::new(identity, folder.path(), format);
     let opening = device::Options { write: !options.read_only, direct: options.direct, exclusive: false };
     let (access, serves) = match options.read_only {
@@ -1122,10 +1126,10 @@ fn open_disk(
         false => (Use::Write, Some(folder.path())),
     };
     Ok(match format {
-        Format::Raw => (device::open(&path, &opening)?, backing),
+        Format::Raw => (device::open(&path, &opening)?, Box::new(backing)),
         Format::Qcow2 => {
             let image = open_image(&path, access, serves)?;
-            (image.clone(), backing.over(image))
+            (image.clone(), Box::new(backing.over(image)))
         }
     })
 }
