@@ -145,6 +145,11 @@ impl Present {
         Ok(file)
     }
 
+    /// The next number. They are only compared, so that one may follow the highest, which nothing but damage brings about.
+    fn next(&self) -> u64 {
+        self.sequence.wrapping_add(1)
+    }
+
     /// The destination will be written to. Returns whether there may be readers that were not seen yet.
     pub(crate) fn begin(&mut self) -> io::Result<bool> {
         let asked_since = |present: &mut Present| {
@@ -156,7 +161,7 @@ impl Present {
             return Ok(asked_since(self));
         }
         let mut hidden = false;
-        if let Err(error) = self.file.write_all_at(&(self.sequence + 1).to_le_bytes(), 0) {
+        if let Err(error) = self.file.write_all_at(&self.next().to_le_bytes(), 0) {
             // No reader must believe it.
             self.file
                 .set_len(0)
@@ -165,7 +170,7 @@ impl Present {
             // And what they have asked for is not there any more either.
             hidden = true;
         }
-        self.sequence += 1;
+        self.sequence = self.next();
         // F: what readers ask for is looked at after the number was changed.
         fence(SeqCst);
         Ok(asked_since(self) || hidden)
@@ -178,8 +183,8 @@ impl Present {
                 return Ok(());
             }
             // The same moment by another name.
-            self.file.write_all_at(&(self.sequence + 1).to_le_bytes(), 0)?;
-            self.sequence += 1;
+            self.file.write_all_at(&self.next().to_le_bytes(), 0)?;
+            self.sequence = self.next();
         }
         let page = Page { boot: self.boot.clone(), held: held.clone() };
         let text = serde_json::to_vec(&page)?;
@@ -191,8 +196,8 @@ impl Present {
         }
         self.file.write_all_at(&bytes, TEXT)?;
         fence(SeqCst);
-        self.file.write_all_at(&(self.sequence + 1).to_le_bytes(), 0)?;
-        (self.sequence, self.held) = (self.sequence + 1, Some(held));
+        self.file.write_all_at(&self.next().to_le_bytes(), 0)?;
+        (self.sequence, self.held) = (self.next(), Some(held));
         Ok(())
     }
 }
@@ -309,6 +314,16 @@ mod tests {
         assert!(!present.begin().unwrap());
         Watched::open(&folder).unwrap().expect("the file").ask().unwrap();
         assert!(present.begin().unwrap(), "the reader is not seen");
+    }
+
+    #[test]
+    fn the_highest_number_is_followed_by_one() {
+        let (_temp, folder, present) = taken();
+        present.file.write_all_at(&(u64::MAX - 1).to_le_bytes(), 0).unwrap();
+        let mut present = Present::take(&folder, true).unwrap().expect("the file");
+        present.rest(held()).unwrap();
+        let reader = Watched::open(&folder).unwrap().expect("the file");
+        assert_eq!(reader.look(), Some((0, held())));
     }
 
     /// Where the number cannot be changed, the file goes, and with it what readers have asked for: they are looked for.
