@@ -65,6 +65,10 @@ impl DigestFile {
             }
             Err(e) => return Err(e),
         };
+        // Killed while it was made.
+        if file.metadata()?.len() == 0 {
+            return Ok(Err("no digests yet".into()));
+        }
         let mut head = vec![0; PAGE];
         own(path, &file)?;
         let no = |why: &str| Ok(Err(format!("the digests in {} {why}", path.display())));
@@ -394,6 +398,9 @@ mod tests {
         let folder = Dir::open(temp.path()).unwrap();
         let size = 1000 * BLOCK + 77;
         let (one, two) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        assert!(DigestFile::open(&folder, NAME, one).unwrap().is_err());
+        // Killed while it was made.
+        std::fs::write(temp.path().join(NAME), []).unwrap();
         assert!(DigestFile::open(&folder, NAME, one).unwrap().is_err());
         let digest = |n: u64| Hash::Blake3.digest(&n.to_le_bytes());
         let mut file = DigestFile::create(&folder, NAME, size, 4096, Hash::Blake3).unwrap();

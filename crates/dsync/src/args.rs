@@ -1062,7 +1062,7 @@ impl From<CommitArg> for Commit {
 /// `serve`.
 #[derive(Debug, Args)]
 pub(crate) struct Serve {
-    /// Raw images or block devices; REPLICA@now or REPLICA@EPOCH for a replica at one moment
+    /// Raw or qcow2 images, or block devices; REPLICA@now or REPLICA@EPOCH for a replica at one moment
     #[arg(required_unless_present = "group", value_name = "IMAGE")]
     pub images: Vec<PathBuf>,
     #[command(flatten)]

@@ -206,17 +206,23 @@ fn format_of(image: &Path, args: &args::Serve, state: &StateDir) -> Result<devic
         return Ok(format.into());
     }
     let path = device::identity(image)?.path;
-    if let Some((_, about)) = state.source(&path.to_string_lossy())? {
+    let known = state.source(&path.to_string_lossy())?;
+    let copied =
+        known.as_ref().is_some_and(|(place, about)| about.format.is_raw() && !source::was_served(place));
+    if let Some((_, about)) = known.filter(|_| !copied) {
         return Ok(about.format);
     }
     let format = match device::container_format(image) {
         None => return Ok(device::Format::Raw),
-        Some("qcow2") if device::Format::of_name(image) == device::Format::Qcow2 => {
+        Some("qcow2") if !copied && device::Format::of_name(image) == device::Format::Qcow2 => {
             return Ok(device::Format::Qcow2);
         }
         Some(other) => other,
     };
     let way_out = match format {
+        "qcow2" if copied => {
+            "Its replicas are copies of the container: run \"dsync forget\" on it to serve the disk, and give that new replicas"
+        }
         "qcow2" => "Pass --format qcow2 to serve the disk",
         _ => "Convert it with \"qemu-img convert\"",
     };

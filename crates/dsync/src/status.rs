@@ -213,7 +213,8 @@ impl SourceStatus {
         // A disk on another machine, or behind a server, is not looked for.
         let elsewhere =
             moment.as_ref().is_some_and(|moment| moment.elsewhere) || device::is_export(&about.path);
-        let size = found.map(|found| found.size).or(elsewhere.then_some(about.identity.size));
+        let disk = |file| source::disk_in(file, about.format).map_or(about.identity.size, |disk| disk.size);
+        let size = found.map(disk).or(elsewhere.then_some(about.identity.size));
         let served = match Client::connect(place)? {
             Some(client) => Some(client.status(&history)?),
             None => None,

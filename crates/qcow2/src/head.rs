@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
+use crate::tools::check_size;
+
 /// The bytes that are read.
 const LEN: usize = 104;
 const MAGIC: &[u8] = b"QFI\xfb";
@@ -25,6 +27,10 @@ pub struct Head {
     snapshots: u32,
     features: u64,
     bitmaps: bool,
+    /// Bytes of a cluster.
+    cluster: u64,
+    /// Bytes of the entry of one in a table.
+    entry: u64,
 }
 
 impl Head {
@@ -58,7 +64,26 @@ impl Head {
             snapshots: number(60, 4) as u32,
             features: later(72),
             bitmaps: later(88) & 1 != 0,
+            cluster: 1 << number(20, 4).min(21),
+            entry: if later(72) & 1 << 4 != 0 { 16 } else { 8 },
         })
+    }
+
+    /// Fails for a size that the disk in such a file cannot have. QEMU's first table has 32 MiB at most.
+    ///
+    /// # Errors
+    /// `Unsupported`, with the reason.
+    pub fn check_size(&self, len: u64) -> io::Result<()> {
+        check_size(len)?;
+        let most = ((32 << 20) / 8 * (self.cluster / self.entry)).saturating_mul(self.cluster);
+        if len <= most {
+            return Ok(());
+        }
+        let text = format!(
+            "clusters of {} bytes make a disk of {most} bytes at most, and not one of {len}: use a raw replica",
+            self.cluster
+        );
+        Err(io::Error::new(io::ErrorKind::Unsupported, text))
     }
 
     /// Why such a file is neither served nor a replica, and what to do; `None` if it may be.

@@ -23,4 +23,4 @@ mod tools;
 pub use head::Head;
 pub use image::{Image, connect, free};
 pub use server::Use;
-pub use tools::{check, create};
+pub use tools::{check, check_size, create};

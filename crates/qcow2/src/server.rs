@@ -1,14 +1,12 @@
 //! `qemu-nbd` as a process of ours: started on a file that is open, gone when we are.
 
-use std::fs::{DirBuilder, File};
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -126,14 +124,11 @@ impl Drop for Server {
 
 /// A listening socket, and what it is reached by. Its name is gone before anybody else could connect: its folder is the user's alone.
 fn nameless_socket() -> io::Result<(UnixListener, OwnedFd)> {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let number = COUNT.fetch_add(1, Relaxed);
-    let folder = std::env::temp_dir().join(format!("dsync-{}-{number}", std::process::id()));
-    DirBuilder::new().mode(0o700).create(&folder)?;
-    let path = folder.join("nbd");
+    let folder = tempfile::Builder::new().prefix("dsync-").tempdir()?;
+    let path = folder.path().join("nbd");
     let made = device::listen_at(&path, 0o600).and_then(|listener| Ok((listener, hold(&path)?)));
-    let _ = std::fs::remove_file(&path);
-    let _ = std::fs::remove_dir(&folder);
+    // With its name in it.
+    drop(folder);
     made
 }
 
@@ -163,7 +158,12 @@ fn command(image: &File, access: Use, serves: bool) -> io::Result<Command> {
     // after a kill.
     let signal = if serves { "TERM" } else { "KILL" };
     command.args(["--pdeathsig", signal, "sh", "-c"]);
-    command.arg(format!("LISTEN_FDS=1 LISTEN_PID=$$ exec qemu-nbd \"$@\" {DESCRIPTORS}")).arg("sh");
+    // Where this process ended before the kernel was told to kill that one, the shell has another parent.
+    command.arg(format!(
+        "[ \"$PPID\" = {} ] || exit 1; LISTEN_FDS=1 LISTEN_PID=$$ exec qemu-nbd \"$@\" {DESCRIPTORS}",
+        std::process::id()
+    ));
+    command.arg("sh");
     let cache = if takes_direct(image) { "none" } else { "writeback" };
     // What was no zero stays allocated until its source says that it is one: nothing here looks into what is written.
     command.args(["--shared=64", "--discard=unmap", "--detect-zeroes=off"]).arg(format!("--cache={cache}"));

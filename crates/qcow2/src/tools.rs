@@ -87,8 +87,11 @@ pub(crate) fn reclaim(image: &File) -> io::Result<()> {
     qemu_img(image, "check", &["-q", "-r", "leaks", "--image-opts"], &[]).map(drop)
 }
 
-/// Refuses a size that such a disk cannot have.
-pub(crate) fn check_size(len: u64) -> io::Result<()> {
+/// Refuses a size that no disk in a qcow2 file can have.
+///
+/// # Errors
+/// `Unsupported`, with the reason.
+pub fn check_size(len: u64) -> io::Result<()> {
     if len % 512 == 0 {
         return Ok(());
     }

@@ -57,6 +57,10 @@ pub trait Destination: Send {
     fn disk(&self) -> Option<String> {
         None
     }
+    /// Fails with `Unsupported` and the reason for a size that it can never have. A whole journal that leads there could never be merged.
+    fn check_size(&self, _len: u64) -> io::Result<()> {
+        Ok(())
+    }
     /// The stamp of what is at one of the names; `None` if nothing is.
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>>;
     /// The destination's stamp at a glance, at next to no cost unless others have written to it.
@@ -439,6 +443,16 @@ impl Destination for FileDestination {
 
     fn is_at_path(&self) -> io::Result<bool> {
         self.folder.is_at_path()
+    }
+
+    fn check_size(&self, len: u64) -> io::Result<()> {
+        if self.format.is_raw() {
+            return Ok(());
+        }
+        match self.file(Name::Final, OFlags::RDONLY).and_then(|file| Head::of(&file)) {
+            Ok(Some(head)) => head.check_size(len),
+            _ => qcow2::check_size(len),
+        }
     }
 }
 

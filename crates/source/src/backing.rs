@@ -163,8 +163,11 @@ impl Backing for PathBacking {
 /// The name of the socket of a server's qemu-nbd, in the source's folder.
 const SOCKET: &str = "disk";
 
-/// What identifies a disk: its file, and its own size.
-pub(crate) fn disk_in(file: Identity, format: Format) -> Result<Identity, SourceError> {
+/// What identifies a disk: its file, and the size of the disk in that.
+///
+/// # Errors
+/// If the head of a file that is not raw cannot be read.
+pub fn disk_in(file: Identity, format: Format) -> Result<Identity, SourceError> {
     if format.is_raw() {
         return Ok(file);
     }

@@ -216,10 +216,11 @@ impl Handle {
         rests.then(|| device::container_format(&self.about.path)).flatten()
     }
 
-    /// True if it is the file that is followed, whatever may be in it, as of one that is tracked by clones: its copy is the same file.
+    /// True if it is the file that is followed, whatever may be in it, as of one that is tracked by clones: its copy is the same file. Bytes
+    /// alone, which a guest may have written to its disk, do not say so.
     pub fn is_file(&self) -> bool {
         let named = device::Format::of_name(&self.about.path) == device::Format::Qcow2;
-        self.about.format.is_raw() && (named || self.is_clone() || self.container().is_some())
+        self.about.format.is_raw() && (named || self.is_clone())
     }
 
     /// The source as a live disk, if it is one: then its only views are those of [`Live::cut`].

@@ -63,7 +63,7 @@ mod view;
 mod watchdog;
 
 pub use attended::{Attended, There};
-pub use backing::{Backing, read_image};
+pub use backing::{Backing, disk_in, read_image};
 pub use batches::{Batch, Batches};
 pub use bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
 pub use clones::Around;

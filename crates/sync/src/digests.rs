@@ -49,8 +49,12 @@ pub(crate) struct ReplicaDigests {
 }
 
 impl ReplicaDigests {
-    /// Opens the digests of a replica's present state.
-    pub(crate) fn open(asked: &Digests, replica: &Replica) -> Result<ReplicaDigests, SyncError> {
+    /// Opens the digests of a replica's present state. One that is adopted is read, whatever they say.
+    pub(crate) fn open(
+        asked: &Digests,
+        replica: &Replica,
+        adopts: bool,
+    ) -> Result<ReplicaDigests, SyncError> {
         let found = match &asked.file {
             Some(path) => of_path(path).map_err(SyncError::io(format!("find {}", path.display())))?,
             None => (replica.folder().to_path_buf(), NAME.to_owned()),
@@ -60,6 +64,7 @@ impl ReplicaDigests {
         let opened = DigestFile::open(&folder, &name, replica.status().nonce);
         let opened = opened.map_err(SyncError::io("open the digest file"))?;
         let (file, told) = match opened {
+            Ok(_) if adopts => (None, "the replica was adopted".into()),
             Ok(file) => (Some(file), String::new()),
             Err(why) => (None, why),
         };

@@ -435,7 +435,7 @@ impl ReplicaEnd<'_> {
         })?;
         // Digests cannot be bound to what a pass leaves: it is not a state of the replica.
         let asked = open.digests.as_ref().filter(|_| !plan.pass);
-        let mut kept = asked.map(|asked| ReplicaDigests::open(asked, replica)).transpose()?;
+        let mut kept = asked.map(|asked| ReplicaDigests::open(asked, replica, open.adopt)).transpose()?;
         let status = replica.status().clone();
         let disk = plan.compare.as_ref().map(|_| replica.content()).transpose()?;
         let header = to_unit(message).map_err(|m| unexpected(&m))?;

@@ -271,6 +271,28 @@ fn another_disk_under_the_name_gets_nothing_of_an_interrupted_commit() {
     image::assert_equal(&vm, &empty);
 }
 
+/// An older copy of the disk shows in none of the sixteen blocks: an adoption reads all of it, whatever digests say.
+#[test]
+fn what_is_adopted_is_read_in_spite_of_digests() {
+    if !need(&["qemu-nbd"], "digests of disks behind NBD servers") {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new("digests of exports"));
+    let [vm, back] = images(&site, &mut random);
+    let mut export = Export::of(&site, &back, &[]);
+    let uri = export.uri();
+    site.sync(&vm, &uri, &["--method", "compare", "--digests", "--adopt=overwrite"]).ok();
+    let old = site.path("old.raw");
+    image::copy(&back, &old);
+    image::scribble(&vm, 5 * BLOCK, BLOCK, &mut random);
+    let again = site.sync(&vm, &uri, &["--method", "compare", "--digests"]).ok().summary();
+    assert_eq!(again["digests"], "used", "{again}");
+    export.stop();
+    export.start(&old, &[]);
+    site.sync(&vm, &uri, &["--adopt", "--digests"]).ok();
+    image::assert_equal(&vm, &old);
+}
+
 #[test]
 fn a_source_behind_a_server_is_compared_each_time() {
     if !need(&["qemu-nbd"], "sources behind NBD servers") {

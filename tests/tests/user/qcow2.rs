@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
-use dsync_tests::{Random, Run, Scene, Site, mount, need, need_root, rounds, until};
+use dsync_tests::{Random, Run, Scene, Site, image, mount, need, need_root, rounds, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 const MIB: u64 = 1 << 20;
@@ -132,8 +132,34 @@ fn it_grows_and_shrinks_with_its_source() {
     }
     scene.stop();
     Run::new("truncate").args(["-s", "1000001"]).arg(&scene.image).ok();
-    let odd = scene.site.sync(&scene.image, &scene.site.path("odd.qcow2"), &["--allow-shrink"]).code(1);
+    let odd = scene.site.sync(&scene.image, &scene.site.path("odd.qcow2"), &["--allow-shrink"]).code(4);
     odd.says(&["sectors of 512 bytes"]);
+    // Nothing of that was taken, so that the replica is what it was, and can take over.
+    let before = image::fingerprint(&scene.replica).0;
+    scene
+        .site
+        .sync(&scene.image, &scene.replica, &["--allow-shrink"])
+        .code(4)
+        .says(&["sectors of 512 bytes"]);
+    assert_eq!(image::fingerprint(&scene.replica).0, before);
+    scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
+}
+
+/// A guest that writes a header to its raw disk does not choose what its replica is.
+#[test]
+fn a_header_in_a_raw_disk_makes_no_qcow2() {
+    let Some(scene) = scene("a qcow2 header in a raw disk", 4 * MIB) else { return };
+    let (site, guest) = (Site::new(), scene.site.path("guest.raw"));
+    let secret = scene.site.path("secret");
+    std::fs::write(&secret, vec![b's'; 1 << 20]).expect("a file");
+    let options = format!("backing_file={},backing_fmt=raw", secret.display());
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options]).arg(&guest).arg("1M").ok();
+    Run::new("truncate").args(["-s", "4M"]).arg(&guest).ok();
+    let copy = site.path("copy.qcow2");
+    site.sync(&guest, &copy, &[]).ok();
+    let said = qemu_img(&["info", "--output=json"]).arg(&copy).ok().text();
+    assert!(!said.contains("backing"), "{said}");
+    equal(&guest, &copy);
 }
 
 #[test]

@@ -77,6 +77,12 @@ impl Replica {
             Err(e) => return Err(wrong(e.to_string())),
         };
         let toward = Toward::of(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
+        self.destination().check_size(toward.size).map_err(|why| {
+            ReplicaError::Refused(format!(
+                "{} cannot become as large as its source: {why}",
+                self.path().display()
+            ))
+        })?;
         if header.method == Method::Rolling && header.resumes.is_some() {
             return Err(wrong("a rolling delta cannot continue another one".into()));
         }
