@@ -585,8 +585,8 @@ mod tests {
             "vm.conf:7: unknown key \"bwlimt\" of a job for mirror: did you mean \"bwlimit\"?",
         );
         wrong(
-            &format!("{MIRROR}frobnicate = 1M\n"),
-            "vm.conf:7: unknown key \"frobnicate\" of a job for mirror: \"dsync mirror --help\" lists the options",
+            &format!("{MIRROR}quibble = 1M\n"),
+            "vm.conf:7: unknown key \"quibble\" of a job for mirror: \"dsync mirror --help\" lists the options",
         );
         wrong(
             &format!("{MIRROR}help = yes\n"),
