@@ -167,7 +167,12 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
         if args.path.is_some() {
             track::status(Some(&path), output)?;
             let options = sync::open_options(None, state);
-            if replica::inspect(&path, &options)?.is_some_and(|lineage| lineage.role.promoted.is_none()) {
+            let lineage = match replica::inspect(&path, &options) {
+                // A source that is on another machine has no folder here either.
+                Err(replica::ReplicaError::Away(_)) => None,
+                inspected => inspected?,
+            };
+            if lineage.is_some_and(|lineage| lineage.role.promoted.is_none()) {
                 replica(&path, None, state, output, false)?;
             }
         }

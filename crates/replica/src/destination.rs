@@ -499,7 +499,7 @@ impl ExportDestination {
     /// Connects to the export whose URI is `path`; `looks` where nothing is written to it.
     ///
     /// # Errors
-    /// `Away` if its server cannot be reached or does not have it; refused if it could not hold a replica.
+    /// If its server cannot be reached or does not have it; refused if it could not hold a replica.
     pub(crate) fn new(path: &Path, looks: bool) -> Result<ExportDestination> {
         let opened = ExportUri::of(path).unwrap_or(Err(io::ErrorKind::InvalidInput.into()));
         let disk = opened.and_then(|uri| NbdDisk::open(&uri)).map_err(|error| match error.kind() {
@@ -509,10 +509,11 @@ impl ExportDestination {
                     path.display()
                 ))
             }
-            _ => ReplicaError::Away(format!(
-                "cannot reach {}: {error}: start its NBD server, or give another URI",
-                path.display()
-            )),
+            // No refusal: a server is started, and a service that tries again finds it.
+            kind => {
+                let text = format!("{error}: start its NBD server, or give another URI");
+                io_error("reach", path)(io::Error::new(kind, text))
+            }
         })?;
         if !looks && disk.is_read_only() {
             return Err(ReplicaError::Refused(format!(

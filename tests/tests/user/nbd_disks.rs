@@ -128,7 +128,7 @@ fn what_is_no_fit_destination_is_refused_and_named() {
     let uri = export.uri();
     site.sync(&vm, &uri, &[]).code(4).says(&["read-only"]);
     export.stop();
-    site.sync(&vm, &uri, &[]).code(4).says(&["cannot reach", "start its NBD server"]);
+    site.sync(&vm, &uri, &[]).code(1).says(&["cannot reach", "start its NBD server"]);
     export.start(&back, &[]);
     site.sync(&vm, &uri, &[]).ok();
     export.stop();

@@ -29,7 +29,8 @@ impl Volume {
         let mut random = Random::new(what);
         let first = site.path("0.snap");
         image::random(&first, size, &mut random);
-        let (name, replica) = (site.path("volume"), site.path("replica.raw"));
+        // On another machine: nothing of its path is here.
+        let (name, replica) = (site.path("storage/volume"), site.path("replica.raw"));
         Volume { site, name, snapshots: vec![first], replica, random }
     }
 
