@@ -435,6 +435,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
             ))
             .into());
         }
+        let block_size = crate::block_size(args.open.block_size)?;
         let format = format_of(image, args, state)?;
         if format.is_raw() {
             warn_odd(image, output);
@@ -447,7 +448,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
                 device::Format::Qcow2 => source::read_image(image)?,
             })
         } else {
-            let source = open_tracked(image, format, args, state)?;
+            let source = open_tracked(image, (format, block_size), args, state)?;
             if args.group.is_none() {
                 warn_alone(&source, state, output)?;
             }
@@ -502,13 +503,13 @@ fn warn_alone(source: &Source, state: &StateDir, output: &Output) -> Result<()> 
 /// Opens an image to be tracked.
 fn open_tracked(
     image: &Path,
-    format: device::Format,
+    (format, block_size): (device::Format, Option<u32>),
     args: &args::Serve,
     state: &StateDir,
 ) -> Result<Arc<Source>> {
     let options = source::SourceOptions {
         format: Some(format),
-        block_size: crate::block_size(args.open.block_size)?,
+        block_size,
         read_only: false,
         direct: args.direct,
         trust_device: args.open.trust_device,
