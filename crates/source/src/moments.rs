@@ -8,8 +8,8 @@
 //! - **Elsewhere**: a moment may be read from another place than the source's path, as a snapshot whose device is another one each time. The
 //!   source itself may be in use then, or be on another machine. What its record and its stamp say is of no use, as they are about the disk at the
 //!   path; and after such an epoch they do not hold for that one.
-//! - **Again**: a list that was taken already, and whose epoch no replica has reached, is taken once more, and nothing is new. It is known by its
-//!   content, so that a name that is used twice does not hide changes.
+//! - **Again**: a list that was taken already is taken once more, and nothing is new. It is known by the name of its moment and by its ranges: of
+//!   two moments with one name and lists of the same ranges, the second counts as the first.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
