@@ -11,6 +11,7 @@ use lineage::{Lives, Point};
 use crate::backing::{Backing, PathBacking};
 use crate::batches::Batches;
 use crate::bookmarks::{Bookmarks, Reached};
+use crate::clones;
 use crate::control::{Client, ServedView, Status, status};
 use crate::export::unrecorded;
 use crate::group::Membership;
@@ -20,6 +21,7 @@ use crate::lives;
 use crate::moments;
 use crate::peek::is_cloned;
 use crate::source::{Source, SourceOptions};
+use crate::stamp::ImageStamp;
 use crate::state::{About, StateDir, about_in};
 use crate::tally::Counter;
 use crate::view::View;
@@ -217,10 +219,13 @@ impl Handle {
     }
 
     /// True if it is the file that is followed, whatever may be in it, as of one that is tracked by clones: its copy is the same file. Bytes
-    /// alone, which a guest may have written to its disk, do not say so.
+    /// alone, which a guest may have written to its disk, do not say so, nor does the name of a disk that was served.
     pub fn is_file(&self) -> bool {
         let named = device::Format::of_name(&self.about.path) == device::Format::Qcow2;
-        self.about.format.is_raw() && (named || self.is_clone())
+        let served =
+            || ImageStamp::read(&*self.folder).is_ok_and(|stamp| stamp.is_some_and(|stamp| stamp.served));
+        let cloned = || self.is_clone() || clones::are_kept(&*self.folder).unwrap_or(false);
+        self.about.format.is_raw() && (cloned() || named && !served())
     }
 
     /// The source as a live disk, if it is one: then its only views are those of [`Live::cut`].

@@ -155,6 +155,13 @@ fn a_header_in_a_raw_disk_makes_no_qcow2() {
     let options = format!("backing_file={},backing_fmt=raw", secret.display());
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options]).arg(&guest).arg("1M").ok();
     Run::new("truncate").args(["-s", "4M"]).arg(&guest).ok();
+    // Nor where the disk has such a name, and was served for what it is.
+    let named = scene.site.path("named.qcow2");
+    image::copy(&guest, &named);
+    site.serve(&[&named], &["--format", "raw"]).stop();
+    let other = site.path("other.qcow2");
+    site.sync(&named, &other, &[]).ok();
+    equal(&named, &other);
     let copy = site.path("copy.qcow2");
     site.sync(&guest, &copy, &[]).ok();
     let said = qemu_img(&["info", "--output=json"]).arg(&copy).ok().text();
