@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -169,7 +170,8 @@ fn serve(dsync: &Path, state: &Path, image: &Path, socket: &Path) -> Result<Serv
         .context("cannot start the demo's server")?;
     let mut server = Server(child);
     let began = Instant::now();
-    while !socket.exists() {
+    // Its file is there a moment before the server listens.
+    while UnixStream::connect(socket).is_err() {
         if let Some(status) = server.0.try_wait()? {
             bail!("the demo's server ended ({status})");
         }

@@ -418,7 +418,8 @@ fn real_agent(site: &Site, mounted: &Path) -> Result<(Background, PathBuf), Stri
     let mut guest = guest.start();
     let socket = PathBuf::from(format!("/proc/{}/root/guest.agent", guest.pid().as_raw_nonzero()));
     let limit = Instant::now() + Duration::from_secs(60);
-    while !socket.exists() {
+    // Its file is there a moment before the agent listens.
+    while UnixStream::connect(&socket).is_err() {
         if guest.ended().is_some() || Instant::now() > limit {
             return Err(guest.killed().stderr);
         }
