@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -44,7 +45,9 @@ impl ThreadQueue {
                 (inbox.clone(), outbox.clone(), Arc::clone(&work), Arc::clone(&queue.event));
             let run = move || {
                 for mut request in inbox {
-                    let result = work(&mut request);
+                    // A panic would end the thread and leave the request in flight for ever.
+                    let result = catch_unwind(AssertUnwindSafe(|| work(&mut request)))
+                        .unwrap_or_else(|_| Err(io::Error::other("the request's thread panicked")));
                     // The completion before the event, so that a woken thread finds it.
                     if outbox.send(Done { request, result }).is_err() {
                         return;
@@ -110,6 +113,17 @@ mod tests {
 
     use super::*;
     use crate::{Buf, Kind, Piece};
+
+    #[test]
+    fn a_panic_completes_its_request_with_an_error() {
+        let mut queue = ThreadQueue::new(Arc::new(|_: &mut Request| panic!("planted")), 1).unwrap();
+        for token in 0..2 {
+            let pieces = [Piece { offset: 0, len: 1 }].into_iter().collect();
+            queue.submit(Request { kind: Kind::Read, pieces, buf: Buf::new(1), token });
+            let done = queue.complete(true).expect("a completion");
+            assert_eq!((done.request.token, done.result.is_err()), (token, true));
+        }
+    }
 
     /// A completion comes at any moment of a look for it: who then polls is woken.
     #[test]
