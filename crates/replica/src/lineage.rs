@@ -365,8 +365,12 @@ impl Lineage {
             source: Some(toward.source),
             epoch: Some(toward.epoch),
             state: match toward {
-                // A batch takes a consistent replica to a consistent moment.
-                Toward { batch: true, epoch, .. } if self.epoch == Some(*epoch) => self.state,
+                // A batch takes a consistent replica to a consistent moment; only a rewind begins at an incomplete one.
+                Toward { batch: true, epoch, .. }
+                    if self.epoch == Some(*epoch) && self.state != State::Incomplete =>
+                {
+                    self.state
+                }
                 // Back to where batches had brought it: the blocks in which it is unsure lack nothing.
                 Toward { batch: true, fuzzy: false, .. } => State::Exact,
                 Toward { batch: true, .. } => State::Fuzzy,
