@@ -256,6 +256,7 @@ impl KnownReplica {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(io_error("open", folder)(e)),
         };
+        let has_folder = matches!(dir, Ok(Some(_)));
         let written = dir.as_ref().ok().and_then(|dir| dir.as_ref()?.modified(lineage::NAME));
         let mut past = KnownPast::default();
         let lineage = dir.and_then(|dir| {
@@ -269,6 +270,8 @@ impl KnownReplica {
             Err(error) => (otherwise(), Condition::Unreadable(error.to_string())),
             Ok(None) => match path.as_ref().filter(|path| device::is_there(path)) {
                 Some(path) => (path.clone(), Condition::Stateless(folder.to_path_buf())),
+                // The first attempt ended before anything was made.
+                None if has_folder => (otherwise(), Condition::Incomplete),
                 None => (otherwise(), Condition::Missing),
             },
             Ok(Some(lineage)) => {

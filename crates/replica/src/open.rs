@@ -35,8 +35,16 @@ impl Replica {
             )));
         }
         // What is refused leaves no folder behind.
-        if kind == Some(Kind::File) && !options.adopt && !options.replace && !folder_path.exists() {
-            return Err(moved_from(&path, &folder_path).unwrap_or(ReplicaError::NotAReplica(path)));
+        if kind == Some(Kind::File) && !options.replace && !folder_path.exists() {
+            if options.adopt && path.metadata().is_ok_and(|file| file.len() == 0) {
+                return Err(ReplicaError::Refused(format!(
+                    "{} is empty, so there is nothing to compare: remove it, and omit --adopt",
+                    path.display()
+                )));
+            }
+            if !options.adopt {
+                return Err(moved_from(&path, &folder_path).unwrap_or(ReplicaError::NotAReplica(path)));
+            }
         }
         let folder = device::Dir::open(&folder_path).map_err(io_error("make", &folder_path))?;
         let lock = match FolderLock::of(&folder).map_err(io_error("lock", &folder_path))? {

@@ -113,6 +113,9 @@ fn a_missing_qemu_is_named() {
     let missing = scene.sync(&[]).env("PATH", "/nowhere").code(1);
     missing.says(&["qemu-img", "qemu-utils"]);
     assert!(!scene.site.path("vm.qcow2.partial").exists());
+    // Nothing was there, so nothing is missing.
+    let status = scene.site.dsync(["status", "--check"]).output().text();
+    assert!(status.contains("is incomplete") && !status.contains("missing"), "{status}");
     scene.sync(&[]).ok();
     equal(&scene.image, &scene.replica);
 }

@@ -194,6 +194,40 @@ fn what_holds_other_content_is_not_adopted_without_a_word() {
     image::assert_equal(&scene.image, &other);
 }
 
+/// An empty file is no copy of anything: it is said before the disk is read.
+#[test]
+fn an_empty_file_is_not_adopted() {
+    let scene = Scene::new("an empty file", 8 * MIB);
+    std::fs::write(&scene.replica, "").expect("an empty file");
+    scene.sync(&[]).code(4).says(&["not a dsync replica"]);
+    scene.sync(&["--adopt"]).code(4).says(&["is empty", "remove it, and omit --adopt"]);
+    std::fs::remove_file(&scene.replica).expect("the file");
+    scene.sync(&[]).ok();
+    image::assert_equal(&scene.image, &scene.replica);
+}
+
+/// A repair mends damage: what is not the replica at all, under its name, it leaves.
+#[test]
+fn another_disk_in_a_replicas_place_is_not_repaired() {
+    let mut scene = Scene::new("another disk", 8 * MIB);
+    scene.sync(&[]).ok();
+    let verify = |scene: &Scene| {
+        let verify = scene.site.dsync(["verify", "--repair"]).arg(&scene.image).arg(&scene.replica);
+        verify.output()
+    };
+    image::scribble(&scene.replica, MIB, 64 << 10, &mut scene.random);
+    assert!(verify(&scene).status.success(), "what is mostly the replica is repaired");
+    image::assert_equal(&scene.image, &scene.replica);
+    image::scribble(&scene.replica, 0, 8 * MIB, &mut scene.random);
+    let before = fingerprints(&scene.replica);
+    let refused = verify(&scene);
+    assert_eq!(refused.status.code(), Some(4), "{refused}");
+    refused.says(&["wrong destination", "Nothing was changed", "\"dsync sync --adopt=overwrite\""]);
+    assert_eq!(before, fingerprints(&scene.replica));
+    scene.sync(&["--adopt=overwrite"]).ok();
+    image::assert_equal(&scene.image, &scene.replica);
+}
+
 #[test]
 fn a_device_with_other_content_is_not_adopted_without_a_word() {
     let what = "adopting a device";
