@@ -405,6 +405,17 @@ pub(crate) enum Command {
         the disk that took over says what that would overwrite, and takes --save-there or --discard-there.")]
     Demote(Demote),
 
+    /// List the disks of this host, and the commands that follow each
+    #[command(after_help = "Examples:\n  \
+        dsync discover\n      \
+        block devices; images that QEMU has open; those of libvirt and Proxmox\n  \
+        dsync discover /srv /home/vms\n      \
+        the images in these folders and below\n\n\
+        It changes nothing, and starts nothing. Run it as root: others see neither which programs use an \
+        image nor what the kernel can record.\n\n\
+        Partitions are part of their disk, and what LVM, LUKS or RAID holds is part of what they make of it.")]
+    Discover(Discover),
+
     /// Demonstrate dsync on a scratch disk, in under a minute
     Demo(Demo),
 
@@ -1478,6 +1489,14 @@ pub(crate) struct Demote {
     /// Directory for the state and journal of the replica that the source becomes
     #[arg(help_heading = ADVANCED, long, value_name = "DIR")]
     pub own_journal_dir: Option<PathBuf>,
+}
+
+/// `discover`.
+#[derive(Debug, Args)]
+pub(crate) struct Discover {
+    /// Folder with images, which is searched with those below it
+    #[arg(value_name = "FOLDER")]
+    pub folders: Vec<PathBuf>,
 }
 
 /// `demo`.

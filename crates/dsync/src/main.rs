@@ -9,6 +9,7 @@ mod change_list;
 mod checkpoint;
 mod delta_files;
 mod demo;
+mod discover;
 mod effect;
 mod exposition;
 mod failover;
@@ -216,6 +217,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
             let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
             until_free(&args.wait, output, || demote(args, &steering, &state, output))?;
         }
+        Command::Discover(args) => discover::run(args, &state, output)?,
         Command::Demo(args) => demo::run(args, output)?,
         Command::Receive(args) => far_side::receive(args, &state, output)?,
         Command::Send(args) => far_side::send(args, &state, output)?,

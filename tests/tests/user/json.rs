@@ -113,6 +113,7 @@ fn what_is_printed_is_what_the_page_says() {
     page.holds("key", &run(&["key"]).ok().summary());
     page.holds("keys", &run(&["key", "list"]).ok().summary());
     page.holds("forget", &run(&["forget", "-n", "vm", "reader"]).ok().summary());
+    page.holds("disk", &run(&["discover", "replica"]).ok().summary());
     page.source(&run(&["status", "vm"]).ok().summary());
     page.holds("replica", &run(&["recover", replica]).ok().summary());
     let reading = site.serve(&[&std::path::PathBuf::from(format!("{replica}@now"))], &[]);

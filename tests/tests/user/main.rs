@@ -7,6 +7,7 @@ mod clients;
 mod clones;
 mod device_in_two_roles;
 mod direct;
+mod discover;
 mod doors;
 mod failover;
 mod failover_page;
