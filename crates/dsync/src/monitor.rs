@@ -435,7 +435,7 @@ fn of_trackers(sources: &[SourceStatus]) -> Result<Vec<Problem>> {
 
 fn of_local(known: &KnownReplica) -> Option<Problem> {
     let LocalReplica { path, state, problem, .. } = LocalReplica::of(known);
-    let message = format!("replica is {state}: {} {}", path.display(), problem?);
+    let message = format!("replica {} {}", path.display(), problem?);
     Some(Problem { replica: Some(path.display().to_string()), ..Problem::of(state, message) })
 }
 

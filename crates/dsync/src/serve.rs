@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use device::Disk;
+use device::{Disk, ExportUri, NbdServer};
 use extents::Bitmap;
 use nbd::{Context, Export, ExportInfo, Exports, Refusal, Status, state};
 use source::{ControlServer, SharedView, Source, SourceGroup, StateDir, export_name};
@@ -242,12 +242,6 @@ fn raise_descriptor_limit() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
-/// What must be escaped in a part of a URI.
-fn escaped(text: &str) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/@:".contains(&byte);
-    text.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
-}
-
 /// The time between sweeps of the write-intent log. Set by a test that waits for regions to become idle.
 fn sweep_every() -> Duration {
     let set = std::env::var("DSYNC_SWEEP_MS").ok().and_then(|ms| ms.parse().ok());
@@ -291,17 +285,18 @@ impl Places {
 
     /// The URIs of an export.
     fn uris(&self, export: &str) -> Vec<String> {
-        let mut uris = Vec::new();
+        let mut servers = Vec::new();
         let bound = self.unix.as_ref().and_then(|unix| unix.local_addr().ok());
         if let Some(path) = bound.as_ref().and_then(|address| address.as_pathname()) {
             // Clients would resolve a relative path in their own directory.
             let path = device::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-            uris.push(format!("nbd+unix:///{}?socket={}", escaped(export), escaped(&path.to_string_lossy())));
+            servers.push(NbdServer::Unix(path));
         }
         if let Some(address) = self.tcp.as_ref().and_then(|tcp| tcp.local_addr().ok()) {
-            uris.push(format!("nbd://{address}/{}", escaped(export)));
+            servers.push(NbdServer::Tcp(address.ip().to_string(), address.port()));
         }
-        uris
+        let uri = |server| ExportUri { server, export: export.to_owned() }.to_string();
+        servers.into_iter().map(uri).collect()
     }
 
     /// Accepts clients. The file is removed when what is returned is dropped.

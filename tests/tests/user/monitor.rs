@@ -848,7 +848,7 @@ fn a_status_is_a_table_with_problems_first() {
     // A problem is told first, and its row is the first.
     scribble(&scene, &copy);
     let shown = scene.site.dsync(["status"]).ok().text();
-    assert!(shown.starts_with("! replica is changed: "), "{shown}");
+    assert!(shown.starts_with("! replica ") && shown.contains(" was changed by another program"), "{shown}");
     let first = rows(&shown).remove(0);
     assert!(shown.contains("\n! other ") && first[2] == "changed", "{shown}");
 }
