@@ -185,7 +185,11 @@ impl NbdDisk {
             };
         }
         if self.has(SEND_ZEROES) {
-            return self.each(ZEROES, hole, range);
+            match self.each(ZEROES, hole, range.clone()) {
+                // Some servers offer the command, and cannot do it on every disk.
+                Err(e) if matches!(e.kind(), io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput) => {}
+                done => return done,
+            }
         }
         let zeroes = vec![0; ZEROS.min(range.end - range.start) as usize];
         for offset in range.clone().step_by(ZEROS as usize) {

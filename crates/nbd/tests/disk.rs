@@ -142,6 +142,22 @@ fn an_export_of_an_old_server_that_makes_no_zeroes_keeps_the_contract() {
 }
 
 #[test]
+fn zeroes_that_a_server_offers_and_refuses_are_written() {
+    if !need(&["nbdkit"], "a server that refuses zeroes") {
+        return;
+    }
+    let servers = Servers::new();
+    let refusing = ["--filter=error", "error=EINVAL", "error-zero-rate=100%"];
+    let disk = servers.nbdkit(&refusing, 4 << 20);
+    disk.write_at(0, &[7; 3 << 20]).unwrap();
+    disk.zero(4096, 2 << 20, true, false).unwrap();
+    let mut all = vec![1; 3 << 20];
+    disk.read_at(0, &mut all).unwrap();
+    let within = 4096..4096 + (2 << 20);
+    assert!((0..).zip(&all).all(|(at, byte)| *byte == if within.contains(&at) { 0 } else { 7 }));
+}
+
+#[test]
 fn a_server_with_block_sizes_of_its_own_gets_only_those() {
     if !need(&["nbdkit"], "servers with block sizes of their own") {
         return;
