@@ -64,7 +64,7 @@ pub(crate) fn store(file: &Path, text: &str) -> Result<()> {
     std::fs::write(file, text).with_context(|| file.display().to_string())
 }
 
-/// Reads what [`write`] wrote.
+/// Reads what [`write()`] wrote.
 pub(crate) fn read(file: &Path) -> Result<Vec<Row>> {
     let text = std::fs::read_to_string(file).with_context(|| file.display().to_string())?;
     let mut lines = text.lines().filter(|line| !line.starts_with('#'));

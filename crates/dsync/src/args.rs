@@ -1,5 +1,8 @@
 //! The command line: one definition for parsing, help, man pages and completions.
 
+// Help texts have brackets that are no links.
+#![allow(rustdoc::broken_intra_doc_links)]
+
 use std::path::PathBuf;
 use std::time::Duration;
 

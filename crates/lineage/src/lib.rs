@@ -5,7 +5,7 @@
 //! begins at a point of another one, which makes a tree of all that ever became of a disk. A disk stands at one point of it (its
 //! [`Head`]), and all that led there is its [`Lives`].
 //!
-//! [`relation`] compares two disks by their paths, and by what was written to each that is in no commit. It reads and writes nothing.
+//! [`relation()`] compares two disks by their paths, and by what was written to each that is in no commit. It reads and writes nothing.
 //! What is not known is [`Relation::Unknown`], never a guess.
 //!
 //! ```text
