@@ -15,6 +15,7 @@ pub mod far;
 pub mod guest;
 pub mod host;
 pub mod image;
+pub mod libvirt;
 pub mod listener;
 pub mod load;
 pub mod machine;

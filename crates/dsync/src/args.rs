@@ -537,8 +537,8 @@ pub(crate) struct SourceArgs {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct MomentArgs {
-    /// Read this in place of SRC: a snapshot, a clone or a read-only device that shows a moment of it. SRC itself may be in use then, or be on
-    /// another machine: any absolute path names it
+    /// Read this in place of SRC: a snapshot, a clone, a read-only device or a read-only export of an NBD server, by its URI, that shows a moment
+    /// of it. SRC itself may be in use then, or be on another machine: any absolute path names it
     #[arg(long, value_name = "PATH")]
     pub moment: Option<PathBuf>,
     /// Name of the moment that is read, such as that of its snapshot: no two have the same
@@ -561,7 +561,8 @@ pub(crate) struct ToldArgs {
     #[command(flatten)]
     pub at: MomentArgs,
     /// Take what was written to SRC from this file, and not from a record of dsync: lines OFFSET LENGTH in bytes, or the output of "dsync changes
-    /// --json" or "rbd diff --format json"; - for standard input. What the list omits is not sent: "dsync verify" shows it
+    /// --json" or "rbd diff --format json"; - for standard input. qemu:dirty-bitmap:NAME is the bitmap of that name which the export of --moment
+    /// offers; a file called so is ./qemu:dirty-bitmap:NAME. What the list omits is not sent: "dsync verify" shows it
     #[arg(long, value_name = "FILE", requires_all = ["since", "called"])]
     pub changes: Option<PathBuf>,
     /// The moment from which the list counts, by the name that the last sync had with --as; without --changes, that moment itself, for another
@@ -577,7 +578,7 @@ impl ToldArgs {
     /// [`Failure`] if the list cannot be read.
     pub(crate) fn read(&self) -> Result<Option<Told>, Failure> {
         let changes = match (&self.changes, &self.since) {
-            (Some(file), Some(since)) => ToldChanges::List(change_list::read(file, since)?),
+            (Some(list), Some(since)) => change_list::read(list, since)?,
             (None, Some(since)) if Some(since) != self.at.called.as_ref() => {
                 let how = "--since needs --changes, with what was written since that moment; or the same name as --as, if it is that moment itself";
                 return Err(Failure::usage(how));

@@ -8,9 +8,12 @@ use std::path::Path;
 use extents::Extents;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
-use source::ChangeList;
+use source::{ChangeList, ToldChanges};
 
 use crate::failure::Failure;
+
+/// What the name of a bitmap begins with, as NBD servers offer it. A file called so has a folder before it.
+const BITMAP: &str = "qemu:dirty-bitmap:";
 
 /// The most bytes of a list.
 const LARGEST: u64 = 256 << 20;
@@ -37,12 +40,15 @@ pub(crate) fn name(file: &Path) -> String {
     if file == Path::new("-") { "standard input".into() } else { file.display().to_string() }
 }
 
-/// Reads a list of what changed since a moment; `-` is standard input.
+/// Reads a list of what changed since a moment; `-` is standard input. A bitmap is read from the moment itself.
 ///
 /// # Errors
 /// `Failure` if it cannot be read, or is not a list.
-pub(crate) fn read(file: &Path, since: &str) -> Result<ChangeList, Failure> {
+pub(crate) fn read(file: &Path, since: &str) -> Result<ToldChanges, Failure> {
     let name = name(file);
+    if name.starts_with(BITMAP) {
+        return Ok(ToldChanges::Bitmap { since: since.to_owned(), context: name });
+    }
     let mut bytes = Vec::new();
     let read = match file == Path::new("-") {
         true => std::io::stdin().take(LARGEST + 1).read_to_end(&mut bytes),
@@ -62,7 +68,7 @@ pub(crate) fn read(file: &Path, since: &str) -> Result<ChangeList, Failure> {
             link::printable(&why)
         ))
     })?;
-    Ok(ChangeList { since: since.to_owned(), ranges, size })
+    Ok(ToldChanges::List(ChangeList { since: since.to_owned(), ranges, size, one_size: false }))
 }
 
 /// The ranges of a list, and the size of its disk, if it says that.

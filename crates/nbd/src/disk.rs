@@ -4,6 +4,7 @@
 //! requests of many threads fill one. When it breaks, the disk is gone for good: what was written since the last flush may be lost, and
 //! whoever writes must begin again from what it knows to be durable.
 
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,8 +41,8 @@ pub struct NbdDisk {
     /// Minimum block, and bytes of one payload at most.
     block: u64,
     most: u64,
-    /// The id of `base:allocation`, where the server has it.
-    allocation: Option<u32>,
+    /// The ids of the contexts that were asked for, where the server has them.
+    contexts: HashMap<String, u32>,
     /// Counts changes through this disk, at their begin and end.
     changes: AtomicU64,
     map: Mutex<Map>,
@@ -74,7 +75,12 @@ impl NbdDisk {
     /// # Errors
     /// If the server cannot be reached, has no such export, or one whose size or block sizes make no sense.
     pub fn connect(address: &Address, export: &str) -> io::Result<NbdDisk> {
-        let dialed = Dialed::new(address, export, &[ALLOCATION])?;
+        NbdDisk::with(address, export, None)
+    }
+
+    fn with(address: &Address, export: &str, context: Option<&str>) -> io::Result<NbdDisk> {
+        let contexts: Vec<&str> = [ALLOCATION].into_iter().chain(context).collect();
+        let dialed = Dialed::new(address, export, &contexts)?;
         let size = dialed.size;
         let (block, _, most) = dialed.block_sizes.unwrap_or((1, 4096, MOST as u32));
         if !block.is_power_of_two() || block > 1 << 16 || most < block {
@@ -91,7 +97,7 @@ impl NbdDisk {
             flags: dialed.flags,
             block,
             most: most / block * block,
-            allocation: dialed.contexts.get(ALLOCATION).copied(),
+            contexts: dialed.contexts,
             connection: Connection::new(dialed.input, dialed.output),
             changes: AtomicU64::new(1),
             map: Mutex::default(),
@@ -99,17 +105,37 @@ impl NbdDisk {
         })
     }
 
-    /// The same by its URI.
+    /// The same by its URI, with a context for [`NbdDisk::marked`].
     ///
     /// # Errors
     /// As for [`NbdDisk::connect`].
-    pub fn open(uri: &ExportUri) -> io::Result<NbdDisk> {
+    pub fn open(uri: &ExportUri, context: Option<&str>) -> io::Result<NbdDisk> {
         let address = match &uri.server {
             NbdServer::Unix(socket) => Address::Unix(socket.clone()),
             NbdServer::Tcp(host, port) if host.contains(':') => Address::Tcp(format!("[{host}]:{port}")),
             NbdServer::Tcp(host, port) => Address::Tcp(format!("{host}:{port}")),
         };
-        NbdDisk::connect(&address, &uri.export)
+        NbdDisk::with(&address, &uri.export, context)
+    }
+
+    /// Calls `mark` for each range, ascending, to which a context gives any flag, such as what is dirty in a bitmap of QEMU. What the server
+    /// does not say is an error, and never clean.
+    ///
+    /// # Errors
+    /// `NotFound` if the server has not granted the context.
+    pub fn marked(&self, context: &str, mut mark: impl FnMut(Range<u64>)) -> io::Result<()> {
+        let missing = || io::Error::new(io::ErrorKind::NotFound, format!("the server has no {context}"));
+        let id = *self.contexts.get(context).ok_or_else(missing)?;
+        let mut at = 0;
+        while at < self.size {
+            for (range, flags) in self.status(at, id)? {
+                at = range.end;
+                if flags != 0 {
+                    mark(range);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// True if the server takes no writes to this export.
@@ -234,28 +260,38 @@ impl NbdDisk {
         })
     }
 
-    /// Asks the server what is at `from` and behind it.
-    fn ask_map(&self, from: u64, context: u32) -> io::Result<Map> {
-        let changes = self.changes.load(Ordering::SeqCst);
+    /// Asks the server for the flags of the ranges at `from` and behind it. They follow one another from the block of `from`, and go beyond it.
+    fn status(&self, from: u64, context: u32) -> io::Result<Vec<(Range<u64>, u32)>> {
         let start = from / self.block * self.block;
         let len = STATUS.min(self.size - start) as u32;
         let order = Order { kind: BLOCK_STATUS, flags: 0, offset: start, len };
         let mut arrived = self.connection.ask(order, &[], &mut [])?;
-        let (mut at, mut data) = (start, Vec::<Range<u64>>::new());
+        let (mut at, mut ranges) = (start, Vec::new());
         for (len, flags) in arrived.status.remove(&context).unwrap_or_default() {
             let end = (at + u64::from(len)).min(self.size);
-            if flags & ZERO == 0 {
-                match data.last_mut() {
-                    Some(last) if last.end == at => last.end = end,
-                    _ => data.push(at..end),
-                }
-            }
+            ranges.push((at..end, flags));
             at = end;
         }
         if at <= from {
             return Err(bad("the server's block status covers nothing".into()));
         }
-        Ok(Map { changes, covered: start..at, data })
+        Ok(ranges)
+    }
+
+    /// Asks the server what is at `from` and behind it.
+    fn ask_map(&self, from: u64, context: u32) -> io::Result<Map> {
+        let changes = self.changes.load(Ordering::SeqCst);
+        let ranges = self.status(from, context)?;
+        let start = ranges.first().map_or(from, |(first, _)| first.start);
+        let covered = start..ranges.last().map_or(from, |(last, _)| last.end);
+        let mut data = Vec::<Range<u64>>::new();
+        for (range, _) in ranges.into_iter().filter(|(_, flags)| flags & ZERO == 0) {
+            match data.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => data.push(range),
+            }
+        }
+        Ok(Map { changes, covered, data })
     }
 }
 
@@ -338,7 +374,9 @@ impl Disk for NbdDisk {
     }
 
     fn allocated(&self, mut from: u64) -> io::Result<Option<Range<u64>>> {
-        let Some(context) = self.allocation else { return Ok((from < self.size).then_some(from..self.size)) };
+        let Some(&context) = self.contexts.get(ALLOCATION) else {
+            return Ok((from < self.size).then_some(from..self.size));
+        };
         while from < self.size {
             let mut map = lock(&self.map);
             if !map.covered.contains(&from) || map.changes != self.changes.load(Ordering::SeqCst) {

@@ -11,10 +11,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::{Mode, Rig, serve};
-use device::{Disk, RamDisk};
-use nbd::NbdDisk;
+use common::{Mode, Rig, serve, serve_one};
+use device::{Disk, ExportUri, NbdServer, RamDisk};
 use nbd::client::Address;
+use nbd::{Context, Limits, NbdDisk, Status};
 use testing::{contract, need};
 
 /// Processes that end with the test, and their folder.
@@ -95,6 +95,45 @@ impl Own {
 
     fn disk(&self) -> NbdDisk {
         NbdDisk::connect(&Address::from(&*self.socket()), "disk").unwrap()
+    }
+}
+
+/// A bitmap in which every other MiB is dirty, and which may fail behind the first GiB.
+struct Stripes(&'static str);
+
+impl Context for Stripes {
+    fn name(&self) -> &str {
+        self.0
+    }
+    fn status(&self, offset: u64, _: u64, _: usize) -> std::io::Result<Vec<Status>> {
+        if offset >= 1 << 30 && self.0 == "x:lost" {
+            return Err(std::io::Error::other("the map is lost"));
+        }
+        Ok(vec![Status { len: (1 << 20) - offset % (1 << 20), flags: (offset >> 20) as u32 & 1 }])
+    }
+}
+
+#[test]
+fn what_a_bitmap_does_not_say_is_an_error_and_never_clean() {
+    let (folder, size) = (tempfile::tempdir().unwrap(), (1 << 30) + (5 << 20) + 512);
+    let server = serve_one(Arc::new(RamDisk::new(size)), Limits::default(), |export| {
+        export.contexts.extend(["x:whole", "x:lost"].map(|name| Arc::new(Stripes(name)) as Arc<dyn Context>));
+    });
+    let socket = folder.path().join("socket");
+    server.serve_unix(UnixListener::bind(&socket).unwrap()).unwrap();
+    let uri = ExportUri { server: NbdServer::Unix(socket), export: "disk".into() };
+    let marked = |context: &str, asked: Option<&str>| {
+        let disk = NbdDisk::open(&uri, asked).unwrap();
+        let mut ranges = Vec::new();
+        disk.marked(context, |range| ranges.push(range)).map(|()| ranges)
+    };
+    let mib = |at: u64| at << 20;
+    let whole: Vec<_> =
+        (0..515).map(|n| mib(2 * n + 1)..mib(2 * n + 2).min(size)).filter(|r| !r.is_empty()).collect();
+    assert_eq!(marked("x:whole", Some("x:whole")).unwrap(), whole);
+    assert_eq!(marked("x:lost", Some("x:lost")).unwrap_err().raw_os_error(), Some(5));
+    for asked in [Some("x:other"), Some("x:"), None] {
+        assert_eq!(marked("x:other", asked).unwrap_err().kind(), ErrorKind::NotFound);
     }
 }
 

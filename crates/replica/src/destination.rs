@@ -502,7 +502,7 @@ impl ExportDestination {
     /// If its server cannot be reached or does not have it; refused if it could not hold a replica.
     pub(crate) fn new(path: &Path, looks: bool) -> Result<ExportDestination> {
         let opened = ExportUri::of(path).unwrap_or(Err(io::ErrorKind::InvalidInput.into()));
-        let disk = opened.and_then(|uri| NbdDisk::open(&uri)).map_err(|error| match error.kind() {
+        let disk = opened.and_then(|uri| NbdDisk::open(&uri, None)).map_err(|error| match error.kind() {
             io::ErrorKind::InvalidData | io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported => {
                 ReplicaError::Refused(format!(
                     "cannot use {}: {error}: have its NBD server export it otherwise, or give another URI",

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use device::{Boot, Clock, DeviceError, Disk, Format, Identity, WriteWatch, Written};
+use extents::Extents;
 use qcow2::{Head, Image, Use};
 
 use crate::SourceError;
@@ -46,6 +47,15 @@ pub trait Backing: Send + Sync {
     /// True if it is a clone of the source's image, which is one moment of that.
     fn is_clone(&self) -> bool {
         false
+    }
+    /// What is dirty in a bitmap that is offered with the disk, in bytes.
+    ///
+    /// # Errors
+    /// `Refused` if there is none.
+    fn bitmap(&self, context: &str) -> Result<Extents, SourceError> {
+        Err(SourceError::Refused(format!(
+            "{context} is a bitmap of an NBD server, and the moment is not behind one: give its URI with --moment"
+        )))
     }
     /// Where it is, if that is not the source's path.
     fn elsewhere(&self) -> Option<&Path> {

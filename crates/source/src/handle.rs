@@ -215,13 +215,15 @@ impl Handle {
     /// written that to its disk.
     pub fn container(&self) -> Option<&'static str> {
         let rests = matches!(self.holder, Holder::Here(_)) && self.about.format.is_raw();
-        rests.then(|| device::container_format(&self.about.path)).flatten()
+        let read = self.backing.elsewhere().unwrap_or(&self.about.path);
+        rests.then(|| device::container_format(read)).flatten()
     }
 
     /// True if it is the file that is followed, whatever may be in it, as of one that is tracked by clones: its copy is the same file. Bytes
-    /// alone, which a guest may have written to its disk, do not say so, nor does the name of a disk that was served.
+    /// alone, which a guest may have written to its disk, do not say so, nor does the name of a disk that was served, or is read from an export.
     pub fn is_file(&self) -> bool {
-        let named = device::Format::of_name(&self.about.path) == device::Format::Qcow2;
+        let exported = device::is_export(self.backing.elsewhere().unwrap_or(&self.about.path));
+        let named = !exported && device::Format::of_name(&self.about.path) == device::Format::Qcow2;
         let served =
             || ImageStamp::read(&*self.folder).is_ok_and(|stamp| stamp.is_some_and(|stamp| stamp.served));
         let cloned = || self.is_clone() || clones::are_kept(&*self.folder).unwrap_or(false);

@@ -11,16 +11,18 @@
 //! - **Again**: a list that was taken already is taken once more, and nothing is new. It is known by the name of its moment and by its ranges: of
 //!   two moments with one name and lists of the same ranges, the second counts as the first.
 
+use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use delta::Epoch;
-use device::{Boot, DeviceErrorKind, Disk, DiskKind, Folder, Format, Identity, WriteWatch};
+use device::{Boot, DeviceErrorKind, Disk, DiskKind, Folder, Identity, WriteWatch};
 use extents::Extents;
+use qcow2::Head;
 use serde::{Deserialize, Serialize};
 
-use crate::backing::{Backing, PathBacking};
+use crate::backing::Backing;
 use crate::clones;
 use crate::history::History;
 use crate::json::{read_json, write_json};
@@ -51,6 +53,13 @@ pub enum ToldChanges {
     Nothing,
     /// They are in a list.
     List(ChangeList),
+    /// They are in a bitmap of QEMU, which the export of the moment offers as a context of this name.
+    Bitmap {
+        /// The name of the first moment.
+        since: String,
+        /// The name that NBD knows it by: `qemu:dirty-bitmap:NAME`.
+        context: String,
+    },
 }
 
 /// What was written to a source between two moments.
@@ -62,6 +71,8 @@ pub struct ChangeList {
     pub ranges: Extents,
     /// Bytes of the disk at the second moment, if the list says that.
     pub size: Option<u64>,
+    /// It says nothing of what a change of the disk's size did, as a bitmap of QEMU: `block_resize` marks nothing.
+    pub one_size: bool,
 }
 
 /// The moment of an epoch.
@@ -123,9 +134,8 @@ pub(crate) fn elsewhere(folder: &dyn Folder, last: Option<Epoch>) -> Result<Opti
     }))
 }
 
-/// The identity of the source at a path of which a moment is read elsewhere: its own, or that of a disk that is not on this machine.
-pub(crate) fn identity(path: &Path, shown: &Path) -> Result<Identity, SourceError> {
-    let size = device::identity(shown)?.size;
+/// The identity of the source at a path of which a moment of this size is read elsewhere: its own, or that of a disk that is not on this machine.
+pub(crate) fn identity(path: &Path, size: u64) -> Result<Identity, SourceError> {
     match device::identity(path) {
         Ok(own) => Ok(Identity { size, ..own }),
         Err(error) if error.kind() != DeviceErrorKind::Missing => Err(error.into()),
@@ -197,8 +207,9 @@ impl NewMoment {
             _ if is_last && was == size => Ok(Vec::new()),
             _ if is_last => return Err(told.other_size(about, was, size)),
             ToldChanges::Nothing => return Err(told.not_at(about, kept.as_ref())),
+            ToldChanges::Bitmap { .. } => Err("its bitmap was not read".into()),
             ToldChanges::List(list) => {
-                list.check(told, about, kept.as_ref(), size)?;
+                list.check(told, about, kept.as_ref(), (was, size))?;
                 // What the disk has more than it had is new.
                 Ok(list.ranges.iter().chain((was < size).then_some(was..size)).collect())
             }
@@ -206,7 +217,7 @@ impl NewMoment {
         let list = match (&told.changes, kept) {
             (ToldChanges::List(list), _) => Some(Taken::of(list)),
             (ToldChanges::Nothing, kept) => kept.and_then(|kept| kept.list),
-            (ToldChanges::Unknown, _) => None,
+            (ToldChanges::Unknown | ToldChanges::Bitmap { .. }, _) => None,
         };
         let (name, elsewhere) = (told.name.clone(), told.place.is_some());
         Ok(NewMoment { state, name, elsewhere, list, since, is_last, epoch: None })
@@ -248,13 +259,41 @@ impl NewMoment {
 }
 
 impl Told {
+    /// The context that has what was written.
+    pub(crate) fn bitmap(&self) -> Option<&str> {
+        match &self.changes {
+            ToldChanges::Bitmap { context, .. } => Some(context),
+            _ => None,
+        }
+    }
+
+    /// The same with a list in place of a bitmap.
+    ///
+    /// # Errors
+    /// If there is no such bitmap, or it is of another disk.
+    pub(crate) fn listed(&self, backing: &dyn Backing, about: &About) -> Result<Told, SourceError> {
+        let ToldChanges::Bitmap { since, context } = &self.changes else { return Ok(self.clone()) };
+        let (ranges, size) = (backing.bitmap(context)?, about.identity.size);
+        let image = qcow2_size(&about.path)?;
+        if let Some(image) = image.filter(|image| *image != size) {
+            return Err(SourceError::Refused(format!(
+                "the disk in {} has {}, and the one that is read in its place has {}: give the export of that disk",
+                about.path.display(),
+                device::exact_size(image),
+                device::exact_size(size)
+            )));
+        }
+        let list = ChangeList { since: since.clone(), ranges, size: Some(size), one_size: true };
+        Ok(Told { changes: ToldChanges::List(list), ..self.clone() })
+    }
+
     /// True if the moment is said to be that of the last epoch: a list by having led to it.
     fn is_of(&self, kept: Option<&Kept>) -> bool {
         let Some(kept) = kept.filter(|kept| kept.name.is_some() && kept.name == self.name) else {
             return false;
         };
         match &self.changes {
-            ToldChanges::Unknown => false,
+            ToldChanges::Unknown | ToldChanges::Bitmap { .. } => false,
             ToldChanges::Nothing => true,
             ToldChanges::List(list) => kept.list == Some(Taken::of(list)),
         }
@@ -280,6 +319,16 @@ impl Told {
     }
 }
 
+/// Bytes of the disk in a qcow2 file; `None` if it is another one, or elsewhere.
+fn qcow2_size(path: &Path) -> Result<Option<u64>, SourceError> {
+    if device::is_export(path) || !path.is_file() {
+        return Ok(None);
+    }
+    #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
+    let head = File::open(path).and_then(|file| Head::of(&file));
+    Ok(head.map_err(SourceError::state("read", path))?.map(|head| head.size))
+}
+
 /// What the last epoch is, for people.
 fn said(kept: Option<&Kept>) -> String {
     match kept.and_then(|kept| kept.name.as_ref()) {
@@ -289,8 +338,14 @@ fn said(kept: Option<&Kept>) -> String {
 }
 
 impl ChangeList {
-    /// Checks that it counts from the last epoch, and is within the disk.
-    fn check(&self, told: &Told, about: &About, kept: Option<&Kept>, size: u64) -> Result<(), SourceError> {
+    /// Checks that it counts from the last epoch, and is within the disk. `was` is the size at that epoch, `size` the present one.
+    fn check(
+        &self,
+        told: &Told,
+        about: &About,
+        kept: Option<&Kept>,
+        (was, size): (u64, u64),
+    ) -> Result<(), SourceError> {
         let refuse = |why: String| Err(SourceError::Refused(why));
         let (path, since) = (about.path.display(), &self.since);
         let name = told.name.as_deref().unwrap_or_default();
@@ -314,6 +369,14 @@ impl ChangeList {
                 device::exact_size(size)
             ));
         }
+        if self.one_size && was != size {
+            return refuse(format!(
+                "{path} had {} at the moment \"{since}\", and has {} at the moment \"{name}\"; a bitmap does not show what a change of the size did: omit \
+                 --changes and --since, and the sync compares all of it",
+                device::exact_size(was),
+                device::exact_size(size)
+            ));
+        }
         if self.ranges.end() > size {
             return refuse(format!(
                 "the list names bytes up to {}, and the moment \"{name}\" of {path} has {size}: give the list that belongs to it",
@@ -326,18 +389,17 @@ impl ChangeList {
 
 /// A moment that is read elsewhere, in place of the source.
 pub(crate) struct MomentBacking {
-    shown: PathBacking,
+    shown: Box<dyn Backing>,
     place: PathBuf,
     /// The source's path.
     path: PathBuf,
 }
 
 impl MomentBacking {
-    /// The state of the source is in `folder`.
-    pub(crate) fn new(path: PathBuf, place: &Path, folder: &Path) -> Result<MomentBacking, SourceError> {
-        let shown = device::identity(place)?;
-        let place = shown.path.clone();
-        Ok(MomentBacking { shown: PathBacking::new(shown, folder, Format::Raw), place, path })
+    /// What is shown stands for the source at a path.
+    pub(crate) fn new(path: PathBuf, shown: Box<dyn Backing>) -> Result<MomentBacking, SourceError> {
+        let place = shown.identity()?.path;
+        Ok(MomentBacking { shown, place, path })
     }
 }
 
@@ -356,6 +418,9 @@ impl Backing for MomentBacking {
     }
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         self.shown.watch()
+    }
+    fn bitmap(&self, context: &str) -> Result<Extents, SourceError> {
+        self.shown.bitmap(context)
     }
     fn elsewhere(&self) -> Option<&Path> {
         Some(&self.place)

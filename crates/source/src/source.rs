@@ -493,8 +493,9 @@ impl Source {
         let is_tracked = options.clones || clones::are_kept(&*parts.folder)?;
         let unmade = match &options.told {
             Some(told) => {
+                let told = told.listed(&*parts.backing, &parts.about)?;
                 let (folder, size) = (parts.folder.clone(), parts.disk.len());
-                let moment = NewMoment::take(folder, &parts.about, &parts.history, told, size)?;
+                let moment = NewMoment::take(folder, &parts.about, &parts.history, &told, size)?;
                 parts.outside = Some(Outside::Moment(moment));
                 None
             }
@@ -1091,10 +1092,16 @@ fn changed(identity: &Identity) -> Option<u64> {
 /// What is at the path of a source: its identity, and the export of an NBD server if the path is a URI. What shows the moment of a source
 /// that is elsewhere is looked at instead of that.
 fn look_at(path: &Path, options: &SourceOptions) -> Result<(Option<ExportBacking>, Identity), SourceError> {
-    if let Some(shown) = options.elsewhere() {
-        return Ok((None, moments::identity(path, shown)?));
+    let shown = options.elsewhere();
+    let bitmap = options.told.as_ref().and_then(Told::bitmap);
+    let export = ExportBacking::open(shown.unwrap_or(path), options.read_only && !options.clones, bitmap)?;
+    if let Some(shown) = shown {
+        let size = match &export {
+            Some(export) => export.disk.len(),
+            None => device::identity(shown)?.size,
+        };
+        return Ok((export, moments::identity(path, size)?));
     }
-    let export = ExportBacking::open(path, options.read_only && !options.clones)?;
     let identity = export.as_ref().map_or_else(|| Ok(device::identity(path)?), Backing::identity)?;
     Ok((export, identity))
 }
@@ -1110,14 +1117,19 @@ fn open_disk(
     format: Format,
     options: &SourceOptions,
 ) -> Result<Opened, SourceError> {
-    if let Some(export) = export {
-        return Ok((export.disk.clone(), Box::new(export)));
-    }
     let path = identity.path.clone();
+    if let Some(export) = export {
+        let disk = export.disk.clone();
+        let backing: Box<dyn Backing> = match options.elsewhere() {
+            Some(_) => Box::new(MomentBacking::new(path, Box::new(export))?),
+            None => Box::new(export),
+        };
+        return Ok((disk, backing));
+    }
     if let Some(shown) = options.elsewhere() {
         let opening = device::Options { write: false, direct: options.direct, exclusive: false };
-        let backing = MomentBacking::new(path, shown, folder.path())?;
-        return Ok((device::open(shown, &opening)?, Box::new(backing)));
+        let backing = PathBacking::new(device::identity(shown)?, folder.path(), Format::Raw);
+        return Ok((device::open(shown, &opening)?, Box::new(MomentBacking::new(path, Box::new(backing))?)));
     }
     let backing = PathBacking::new(identity, folder.path(), format);
     let opening = device::Options { write: !options.read_only, direct: options.direct, exclusive: false };

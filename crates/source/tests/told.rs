@@ -98,7 +98,7 @@ impl Machine {
 
 fn list(since: &str, block: u64) -> ToldChanges {
     let ranges = Extents::from(block * BLOCK..(block + 1) * BLOCK);
-    ToldChanges::List(ChangeList { since: since.into(), ranges, size: None })
+    ToldChanges::List(ChangeList { since: since.into(), ranges, size: None, one_size: false })
 }
 
 /// A list is taken, and the power goes at a step. False if it did not.

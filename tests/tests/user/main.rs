@@ -21,6 +21,7 @@ mod hosts;
 mod identity;
 mod json;
 mod kills;
+mod libvirt;
 mod limits;
 mod live;
 mod matrix;

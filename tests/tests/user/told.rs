@@ -403,8 +403,128 @@ fn the_changes_of_one_dsync_are_a_list_for_another() {
     assert_equal(volume.last(), &volume.replica);
 }
 
+/// A qcow2 image on which QEMU keeps a bitmap, and QEMU's server of it.
+struct Bitmap {
+    image: PathBuf,
+    uri: String,
+    server: Option<dsync_tests::Background>,
+    socket: PathBuf,
+}
+
+impl Bitmap {
+    fn new(site: &Site, size: &str) -> Bitmap {
+        let (image, socket) = (site.path("vm.qcow2"), site.socket("moment"));
+        Run::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg(size).ok();
+        let uri = format!("nbd+unix:///?socket={}", socket.display());
+        Bitmap { image, uri, server: None, socket }
+    }
+
+    /// Writes to the disk while it is not served.
+    fn write(&mut self, what: &str) {
+        self.server = None;
+        Run::new("qemu-io").args(["-f", "qcow2", "-c", what]).arg(&self.image).ok();
+    }
+
+    fn image_tool(&mut self, words: &[&str], more: &[&str]) {
+        self.server = None;
+        Run::new("qemu-img").args(words).arg(&self.image).args(more).ok();
+    }
+
+    fn serve(&mut self, options: &[&str]) {
+        self.server = None;
+        let _ = std::fs::remove_file(&self.socket);
+        let run = Run::new("qemu-nbd").args(["-t", "-f", "qcow2", "-k"]).arg(&self.socket).args(options);
+        self.server = Some(run.arg(&self.image).start());
+        until("the server listens", || std::os::unix::net::UnixStream::connect(&self.socket).is_ok());
+    }
+
+    fn sync(&self, site: &Site, options: &[&str]) -> Run {
+        site.sync(&self.image, &site.path("replica.raw"), &["--moment", &self.uri]).args(options)
+    }
+}
+
+#[test]
+fn the_bitmap_that_an_export_offers_is_a_list() {
+    if !need(&["qemu-img", "qemu-io", "qemu-nbd"], "bitmaps of QEMU as lists") {
+        return;
+    }
+    let site = Site::new();
+    let mut disk = Bitmap::new(&site, "16M");
+    disk.write("write -P 7 1M 3M");
+    disk.serve(&["-r"]);
+    let seeded = disk.sync(&site, &["--as", "s0"]).ok().summary();
+    assert_eq!((&seeded["trust"], &seeded["disk_size"]), (&json!("seeded"), &json!(16 * MIB)), "{seeded}");
+    disk.image_tool(&["bitmap", "--add"], &["b0"]);
+    disk.write("write -P 8 5M 100k");
+    disk.write("discard 2M 64k");
+    let list = ["--as", "s1", "--since", "s0", "--changes", "qemu:dirty-bitmap:b0"];
+    // The server has it, and does not offer it; then it has another one.
+    disk.serve(&["-r"]);
+    disk.sync(&site, &list).code(4).says(&["does not offer qemu:dirty-bitmap:b0", "omit --changes"]);
+    disk.serve(&["-r", "-B", "b0"]);
+    let other = ["--as", "s1", "--since", "s0", "--changes", "qemu:dirty-bitmap:b1"];
+    disk.sync(&site, &other).code(4).says(&["does not offer qemu:dirty-bitmap:b1"]);
+    let late = ["--as", "s2", "--since", "s1", "--changes", "qemu:dirty-bitmap:b0"];
+    disk.sync(&site, &late).code(4).says(&["since \"s1\"", "the moment \"s0\""]);
+    // Tried, done, and once more.
+    for (options, blocks) in [(&["-n"][..], 48), (&[], 48), (&[], 0)] {
+        let summary = disk.sync(&site, &list).args(options).ok().summary();
+        told_by(&summary, Path::new("qemu:dirty-bitmap:b0"));
+        assert_eq!(summary["blocks_changed"], blocks, "{summary}");
+    }
+    let shown = site.path("shown.raw");
+    Run::new("qemu-img").args(["convert", "-f", "raw", "-O", "raw", &disk.uri]).arg(&shown).ok();
+    assert_equal(&shown, &site.path("replica.raw"));
+    let verify = ["verify", "--as", "s1", "--moment", &disk.uri];
+    site.dsync(verify).arg(&disk.image).arg(site.path("replica.raw")).ok();
+    // The image is a qcow2 file; what is read is the disk in it.
+    let inner = site.path("inner.qcow2");
+    let again = ["--json", "--as", "s1", "--since", "s1", "--moment", &disk.uri];
+    site.dsync(["sync"]).arg(&disk.image).arg(&inner).args(again).ok();
+    let (shown, inner) = (shown.display().to_string(), inner.display().to_string());
+    Run::new("qemu-img").args(["compare", "-f", "raw", "-F", "qcow2", &shown, &inner]).ok();
+    // What QEMU may write to is no moment.
+    disk.serve(&["-B", "b0"]);
+    disk.sync(&site, &["--as", "s2"]).code(4).says(&["can be written to"]);
+    disk.server = None;
+    disk.sync(&site, &["--as", "s2"]).code(1).says(&["cannot reach", "start its NBD server"]);
+}
+
+#[test]
+fn a_bitmap_is_taken_of_the_disk_alone_and_of_one_size() {
+    if !need(&["qemu-img", "qemu-io", "qemu-nbd"], "bitmaps of QEMU that do not fit") {
+        return;
+    }
+    let site = Site::new();
+    let mut disk = Bitmap::new(&site, "16M");
+    disk.write("write -P 7 1M 3M");
+    disk.serve(&["-r"]);
+    disk.sync(&site, &["--as", "s0"]).ok();
+    disk.image_tool(&["bitmap", "--add"], &["b0"]);
+    disk.serve(&["-r", "-B", "b0"]);
+    let list = ["--as", "s1", "--since", "s0", "--changes", "qemu:dirty-bitmap:b0"];
+    // A file has no bitmap, and one that is called so is a list.
+    let raw = site.image("raw", 16 * MIB);
+    let of_file = site.sync(&disk.image, &site.path("replica.raw"), &list);
+    of_file.arg("--moment").arg(&raw).code(4).says(&["is a bitmap of an NBD server"]);
+    std::fs::write(site.path("qemu:dirty-bitmap:b0"), "0 4K").expect("a list");
+    let named = ["--as", "s1", "--since", "s0", "--changes", "./qemu:dirty-bitmap:b0"];
+    disk.sync(&site, &named).code(4).says(&["line 1 is \"0 4K\""]);
+    // The export of another disk than the one in the image.
+    let other = site.path("other.qcow2");
+    std::fs::rename(&disk.image, &other).expect("a move");
+    Run::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&disk.image).arg("8M").ok();
+    disk.sync(&site, &list).code(4).says(&["has 8.00 MiB", "has 16.0 MiB", "the export of that disk"]);
+    std::fs::rename(&other, &disk.image).expect("a move");
+    // QEMU marks nothing when it changes the size.
+    disk.image_tool(&["resize", "-q"], &["17M"]);
+    disk.serve(&["-r", "-B", "b0"]);
+    disk.sync(&site, &list).code(4).says(&["had 16.0 MiB", "has 17.0 MiB", "omit --changes"]);
+    assert_eq!(disk.sync(&site, &["--as", "s1"]).ok().summary()["method"], "compare");
+}
+
 /// A script of the guide.
-fn of_guide(name: &str) -> String {
+pub(crate) fn of_guide(name: &str) -> String {
     let guide = std::fs::read_to_string(dsync_tests::repository().join("docs/guide.md")).expect("the guide");
     let scripts = guide.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next());
     let mut named = scripts.filter(|script| script.starts_with(&format!("#!/bin/sh\n# {name} ")));
