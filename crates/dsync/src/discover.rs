@@ -70,7 +70,7 @@ impl Method {
             Method::Bpf => "the kernel records its writes; nothing is restarted",
             Method::Clone => "its file system tells what changed; its VM goes on running",
             Method::Serve => {
-                "the server records its writes: stop its VM, and start it with the server's export as its disk"
+                "the server records its writes: start its VM with the export as its disk. A VM under libvirt can go on: see docs/guide.md"
             }
             Method::Compare => {
                 "nothing records its writes here: a sync reads both sides, while nothing writes to it"
