@@ -1,22 +1,17 @@
 //! Owned, aligned memory for direct I/O.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::ops::{Deref, DerefMut};
+use std::collections::VecDeque;
+use std::ops::{Deref, DerefMut, RangeInclusive};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A buffer whose first byte is aligned to [`Buf::ALIGN`]. Its length may shrink and grow within its capacity.
 pub struct Buf {
-    start: NonNull<u8>,
+    memory: Memory,
     len: usize,
-    capacity: usize,
 }
-
-// SAFETY: a Buf owns its memory alone, as a Box does.
-unsafe impl Send for Buf {}
-// SAFETY: shared access gives out shared slices only.
-unsafe impl Sync for Buf {}
 
 impl Buf {
     /// The alignment of the memory in bytes: a page, enough for every disk's direct I/O.
@@ -34,31 +29,31 @@ impl Buf {
     }
 
     fn take(len: usize, zeroed: bool) -> Buf {
-        let mut capacity = len.next_multiple_of(Self::ALIGN);
-        if capacity == 0 {
-            return Buf { start: NonNull::dangling(), len: 0, capacity: 0 };
+        let capacity = rounded(len);
+        // The lock is not held while memory is asked for.
+        let again = kept().take(capacity);
+        let fresh = again.is_none();
+        let mut buf = Buf { memory: again.unwrap_or_else(|| Memory::new(capacity)), len };
+        if zeroed && !fresh {
+            buf.fill(0);
         }
-        if let Some(class) = class(capacity) {
-            capacity = SMALLEST_KEPT << class;
-            if let Some(start) = kept(class).pop() {
-                KEPT_BYTES.fetch_sub(capacity, Ordering::Relaxed);
-                let mut buf = Buf { start: start.0, len, capacity };
-                if zeroed {
-                    buf.fill(0);
-                }
-                return buf;
-            }
-        }
-        let layout = Self::layout(capacity);
-        // SAFETY: the layout's size is not zero.
-        let memory = unsafe { alloc_zeroed(layout) };
-        let Some(start) = NonNull::new(memory) else { handle_alloc_error(layout) };
-        Buf { start, len, capacity }
+        buf
+    }
+
+    /// Frees most of what is kept of dropped buffers, at the end of a work that needed many.
+    pub fn free_kept() {
+        kept().shrink(AT_REST);
+    }
+
+    /// How much memory of the sizes that are kept this process has asked the system for so far, in bytes: for tests and measurements.
+    #[doc(hidden)]
+    pub fn fresh() -> u64 {
+        FRESH.load(Ordering::Relaxed)
     }
 
     /// The capacity in bytes.
     pub fn capacity(&self) -> usize {
-        self.capacity
+        self.memory.capacity
     }
 
     /// Changes the length within the capacity. Added bytes keep their old content.
@@ -66,17 +61,13 @@ impl Buf {
     /// # Panics
     /// If `len` exceeds the capacity.
     pub fn set_len(&mut self, len: usize) {
-        assert!(len <= self.capacity, "a buffer of {} bytes cannot hold {len}", self.capacity);
+        assert!(len <= self.capacity(), "a buffer of {} bytes cannot hold {len}", self.capacity());
         self.len = len;
     }
 
     /// The address of the bytes, which does not change when the buffer is moved.
     pub(crate) fn memory(&mut self) -> *mut u8 {
-        self.start.as_ptr()
-    }
-
-    fn layout(capacity: usize) -> Layout {
-        Layout::from_size_align(capacity, Self::ALIGN).expect("a buffer beyond the address space")
+        self.memory.start.as_ptr()
     }
 }
 
@@ -88,61 +79,135 @@ impl Default for Buf {
 
 impl Drop for Buf {
     fn drop(&mut self) {
-        if self.capacity == 0 {
+        if !SIZES.contains(&self.capacity()) {
             return;
         }
-        if let Some(class) = class(self.capacity) {
-            if KEPT_BYTES.fetch_add(self.capacity, Ordering::Relaxed) + self.capacity <= MOST_KEPT {
-                return kept(class).push(FreeBlock(self.start));
-            }
-            KEPT_BYTES.fetch_sub(self.capacity, Ordering::Relaxed);
+        if cfg!(debug_assertions) {
+            // A byte that is read before it is written shows in every comparison.
+            self.set_len(self.capacity());
+            self.fill(STALE);
         }
-        // SAFETY: allocated in `take` with this layout, and freed only here.
-        unsafe { dealloc(self.start.as_ptr(), Self::layout(self.capacity)) }
+        kept().give(std::mem::replace(&mut self.memory, Memory::NONE));
     }
 }
 
-/// Memory of a dropped buffer, kept for the next one of its class. Fresh pages for every megabyte that passes through would
-/// cost more than moving the megabyte: pipes ran at a sixth of their speed.
-struct FreeBlock(NonNull<u8>);
+/// What a debug build leaves in memory that is given back.
+const STALE: u8 = 0xdb;
 
-// SAFETY: this owns its memory, as a Buf does.
-unsafe impl Send for FreeBlock {}
-
-/// Buffers of 64 KiB to 4 MiB are kept, in classes of powers of two.
-const SMALLEST_KEPT: usize = 64 << 10;
-const CLASSES: usize = 7;
-/// In bytes, for all classes together.
-const MOST_KEPT: usize = 24 << 20;
-
-static KEPT: [Mutex<Vec<FreeBlock>>; CLASSES] = [const { Mutex::new(Vec::new()) }; CLASSES];
-static KEPT_BYTES: AtomicUsize = AtomicUsize::new(0);
-
-/// The class whose buffers hold `capacity` bytes; `None` for what is not kept.
-fn class(capacity: usize) -> Option<usize> {
-    if capacity < SMALLEST_KEPT {
-        return None;
-    }
-    let class = capacity.div_ceil(SMALLEST_KEPT).next_power_of_two().trailing_zeros() as usize;
-    (class < CLASSES).then_some(class)
+/// Memory that one owner has alone, as a Box does. All of it was written, with zeroes at first.
+struct Memory {
+    start: NonNull<u8>,
+    capacity: usize,
 }
 
-fn kept(class: usize) -> std::sync::MutexGuard<'static, Vec<FreeBlock>> {
-    KEPT[class].lock().unwrap_or_else(PoisonError::into_inner)
+// SAFETY: it is owned alone.
+unsafe impl Send for Memory {}
+// SAFETY: what is shared gives out shared slices only.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    const NONE: Memory = Memory { start: NonNull::dangling(), capacity: 0 };
+
+    fn new(capacity: usize) -> Memory {
+        if capacity == 0 {
+            return Memory::NONE;
+        }
+        if SIZES.contains(&capacity) {
+            // A count that nothing else depends on.
+            FRESH.fetch_add(capacity as u64, Ordering::Relaxed);
+        }
+        let layout = Self::layout(capacity);
+        // SAFETY: the layout's size is not zero.
+        let memory = unsafe { alloc_zeroed(layout) };
+        let Some(start) = NonNull::new(memory) else { handle_alloc_error(layout) };
+        Memory { start, capacity }
+    }
+
+    fn layout(capacity: usize) -> Layout {
+        Layout::from_size_align(capacity, Buf::ALIGN).expect("a buffer beyond the address space")
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.capacity > 0 {
+            // SAFETY: allocated in `new` with this layout, and freed only here.
+            unsafe { dealloc(self.start.as_ptr(), Self::layout(self.capacity)) }
+        }
+    }
+}
+
+/// Memory of dropped buffers, kept for the next ones of their size. Fresh pages for every megabyte that passes through would cost more
+/// than moving the megabyte: pipes ran at a sixth of their speed.
+///
+/// What was given back longest ago makes room for what is given back now: sizes change with what passes through, and memory of a size
+/// that nothing asks for any more would keep out all other.
+struct Kept {
+    /// In the order in which it was given back.
+    memory: VecDeque<Memory>,
+    bytes: usize,
+}
+
+/// The sizes of memory that is kept: powers of two.
+const SIZES: RangeInclusive<usize> = 64 << 10..=4 << 20;
+/// The most that is kept, in bytes: what a site may have received while its disk made durable what came before.
+const MOST_KEPT: usize = 64 << 20;
+/// The most that is kept between two works.
+const AT_REST: usize = 24 << 20;
+
+/// That of all threads. The lock is held to move an entry and to free what makes room for it, and never together with another.
+static KEPT: Mutex<Kept> = Mutex::new(Kept::new());
+static FRESH: AtomicU64 = AtomicU64::new(0);
+
+fn kept() -> MutexGuard<'static, Kept> {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The capacity of a buffer that holds `len` bytes.
+fn rounded(len: usize) -> usize {
+    let capacity = len.next_multiple_of(Buf::ALIGN);
+    if SIZES.contains(&capacity) { capacity.next_power_of_two() } else { capacity }
+}
+
+impl Kept {
+    const fn new() -> Kept {
+        Kept { memory: VecDeque::new(), bytes: 0 }
+    }
+
+    /// Memory of this size, that which was given back last: the processor's caches still hold it.
+    fn take(&mut self, capacity: usize) -> Option<Memory> {
+        let at = self.memory.iter().rposition(|memory| memory.capacity == capacity)?;
+        self.bytes -= capacity;
+        self.memory.remove(at)
+    }
+
+    fn give(&mut self, memory: Memory) {
+        self.bytes += memory.capacity;
+        self.memory.push_back(memory);
+        self.shrink(MOST_KEPT);
+    }
+
+    /// Frees what was given back longest ago, down to so many bytes.
+    fn shrink(&mut self, most: usize) {
+        while self.bytes > most {
+            let Some(oldest) = self.memory.pop_front() else { return };
+            self.bytes -= oldest.capacity;
+        }
+    }
 }
 
 impl Deref for Buf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         // SAFETY: `capacity` bytes are allocated and were zeroed at allocation; `len` is at most that.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+        unsafe { std::slice::from_raw_parts(self.memory.start.as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for Buf {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as for `deref`, and `self` is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.memory.start.as_ptr(), self.len) }
     }
 }
 
@@ -175,13 +240,35 @@ mod tests {
                 buf.set_len(buf.capacity());
                 buf.fill(0xff);
                 drop(buf);
-                assert_eq!(Buf::scratch(len).len(), len);
+                let again = Buf::scratch(len);
+                assert_eq!(again.len(), len);
+                if cfg!(debug_assertions) && SIZES.contains(&again.capacity()) {
+                    assert!(again.iter().all(|byte| [0, STALE].contains(byte)), "what a buffer held is seen");
+                }
             }
         }
-        let many: Vec<Buf> = (0..40).map(|_| Buf::new(1 << 20)).collect();
+        let many: Vec<Buf> = (0..100).map(|_| Buf::new(1 << 20)).collect();
         drop(many);
-        // Other tests of this process may hold and drop buffers meanwhile: the count may exceed the limit for a moment.
-        let held: usize = (0..CLASSES).map(|class| kept(class).len() * (SMALLEST_KEPT << class)).sum();
-        assert!(held <= MOST_KEPT, "{held} bytes kept");
+        let kept = kept();
+        assert_eq!(kept.memory.iter().map(|memory| memory.capacity).sum::<usize>(), kept.bytes);
+        assert!(kept.bytes <= MOST_KEPT, "{} bytes kept", kept.bytes);
+    }
+
+    #[test]
+    fn memory_of_one_size_does_not_keep_out_that_of_another() {
+        let mut kept = Kept::new();
+        for _ in 0..MOST_KEPT >> 17 {
+            kept.give(Memory::new(128 << 10));
+        }
+        assert_eq!(kept.bytes, MOST_KEPT);
+        let memory = Memory::new(1 << 20);
+        let place = memory.start;
+        kept.give(memory);
+        assert_eq!(kept.bytes, MOST_KEPT, "the oldest made room");
+        assert_eq!(kept.take(1 << 20).map(|memory| memory.start), Some(place));
+        assert!(kept.take(1 << 20).is_none() && kept.take(128 << 10).is_some());
+        kept.shrink(AT_REST);
+        assert_eq!(kept.bytes, AT_REST);
+        assert_eq!(kept.memory.iter().map(|memory| memory.capacity).sum::<usize>(), kept.bytes);
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use device::Buf;
 use serde::Serialize;
 
 use crate::flow::{End, Received};
@@ -52,6 +53,8 @@ impl Endpoint {
 impl Drop for Endpoint {
     fn drop(&mut self) {
         self.transport.hang_up();
+        // A server that has nothing to do needs little of it.
+        Buf::free_kept();
     }
 }
 

@@ -126,7 +126,7 @@ fn pieces(runs: &[Run]) -> Pieces {
 
 /// The data of some of a frame's runs.
 fn pick(runs: &[Run], data: &Buf) -> Buf {
-    let mut picked = Buf::new(runs.iter().map(|r| r.len as usize).sum());
+    let mut picked = Buf::scratch(runs.iter().map(|r| r.len as usize).sum());
     let mut at = 0;
     for run in runs {
         picked[at..at + run.len as usize].copy_from_slice(&data[run.at..run.at + run.len as usize]);
@@ -324,7 +324,7 @@ impl Applier {
         let piece = Piece { offset: first.offset, len: last.end() - first.offset };
         self.written += piece.len;
         self.read += piece.len;
-        let buf = Buf::new(piece.len as usize);
+        let buf = Buf::scratch(piece.len as usize);
         self.submit(Kind::Read, Pieces::from_slice(&[piece]), buf, Some((data.clone(), runs)))
     }
 

@@ -210,7 +210,7 @@ fn without(data: Buf, parts: &[Range<usize>]) -> Buf {
     if parts.is_empty() {
         return data;
     }
-    let mut rest = Buf::new(data.len() - parts.iter().map(Range::len).sum::<usize>());
+    let mut rest = Buf::scratch(data.len() - parts.iter().map(Range::len).sum::<usize>());
     let (mut from, mut to) = (0, 0);
     for (start, end) in parts.iter().map(|part| (part.start, part.end)).chain([(data.len(), data.len())]) {
         rest[to..to + (start - from)].copy_from_slice(&data[from..start]);

@@ -290,7 +290,7 @@ impl Job {
     fn request(&self, token: u64, mut buf: Buf) -> Request {
         let bytes: u64 = self.spans.iter().map(|s| s.end - s.start).sum();
         if buf.capacity() < bytes as usize {
-            buf = Buf::new(bytes as usize);
+            buf = Buf::scratch(bytes as usize);
         }
         buf.set_len(bytes as usize);
         let pieces: Pieces =

@@ -15,6 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, mpsc};
 use std::thread;
 use std::time::Duration;
 
+use device::Buf;
+
 pub(crate) use self::format::NEVER;
 pub use self::format::VERSION;
 use self::format::{Frame, Hello};
@@ -29,8 +31,50 @@ use crate::{Error, Message, Result};
 /// How long a peer that is no longer trusted may take to be told, and to end its side.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
-type Reading = Box<dyn Read + Send>;
-type Writing = Box<dyn Write + Send>;
+type Reading = Box<dyn Incoming>;
+type Writing = Box<dyn Outgoing>;
+
+/// A stream that is read, and may have a body in memory of its own.
+pub(crate) trait Incoming: Read + Send {
+    /// The next `len` bytes, if they lie in a buffer that can be given away; `None` if they must be read.
+    fn whole(&mut self, _len: usize) -> io::Result<Option<Buf>> {
+        Ok(None)
+    }
+}
+
+/// A stream that is written, and may take the memory of a body.
+pub(crate) trait Outgoing: Write + Send {
+    /// Sends a message whose body it keeps until that is sent. Gives the body back where it must be copied: nothing is sent then.
+    fn hand_over(&mut self, _before: [&[u8]; 2], body: Buf) -> io::Result<Option<Buf>> {
+        Ok(Some(body))
+    }
+}
+
+/// A stream of the system's: the kernel copies all that passes.
+struct Copied<S>(S);
+
+impl<S: Read> Read for Copied<S> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.0.read(buf)
+    }
+}
+
+impl<S: Write> Write for Copied<S> {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.0.write(buf)
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.0.write_vectored(slices)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+impl<S: Read + Send> Incoming for Copied<S> {}
+impl<S: Write + Send> Outgoing for Copied<S> {}
 
 /// The process or socket behind the byte streams: it can be ended by force, and knows better why the streams ended.
 pub(crate) trait StreamOwner: Send + Sync {
@@ -98,7 +142,7 @@ struct Out {
 }
 
 impl FramedStream {
-    /// Starts an end: writes the hello and starts the thread that reads.
+    /// Starts an end over streams of the system's.
     pub(crate) fn open(
         peer: &str,
         reader: impl Read + Send + 'static,
@@ -106,10 +150,21 @@ impl FramedStream {
         options: StreamOptions,
         owner: Option<Arc<dyn StreamOwner>>,
     ) -> Arc<FramedStream> {
+        FramedStream::start(peer, Box::new(Copied(reader)), Box::new(Copied(writer)), options, owner)
+    }
+
+    /// Starts an end: writes the hello and starts the thread that reads.
+    pub(crate) fn start(
+        peer: &str,
+        reader: Reading,
+        writer: Writing,
+        options: StreamOptions,
+        owner: Option<Arc<dyn StreamOwner>>,
+    ) -> Arc<FramedStream> {
         let hello = Hello { window: options.window, timeout: options.timeout }.to_bytes();
         let stream = Arc::new(FramedStream {
             shared: Shared::new(peer),
-            out: Mutex::new(Out { writer: Some(Box::new(writer)), rate: None }),
+            out: Mutex::new(Out { writer: Some(writer), rate: None }),
             owed: AtomicU64::new(0),
             inside: AtomicU64::new(0),
             abandoned: AtomicBool::new(false),
@@ -121,7 +176,7 @@ impl FramedStream {
         // If the peer is gone already, the reader reports it with the cause.
         let _ = stream.put(&mut lock(&stream.out), [&hello, &[], &[]]);
         let for_reader = Arc::clone(&stream);
-        let read = move || reader::run(&for_reader, Box::new(reader));
+        let read = move || reader::run(&for_reader, reader);
         if let Err(error) = thread::Builder::new().name("link reader".into()).spawn(read) {
             stream.shared.fail(stream.shared.cut(format!("cannot start a thread: {error}")));
         }
@@ -216,8 +271,8 @@ impl FramedStream {
         }
     }
 
-    fn write(&self, parts: [&[u8]; 3]) -> Result<()> {
-        let written = self.put(&mut lock(&self.out), parts);
+    fn write(&self, before: [&[u8]; 2], body: Buf) -> Result<()> {
+        let written = self.put_message(&mut lock(&self.out), before, body);
         self.close_if_abandoned();
         self.send_credit();
         written.map_err(|error| {
@@ -228,6 +283,25 @@ impl FramedStream {
             shared.window.close(error.clone());
             error
         })
+    }
+
+    fn put_message(&self, out: &mut Out, before: [&[u8]; 2], mut body: Buf) -> io::Result<()> {
+        let bytes = before.iter().map(|part| part.len()).sum::<usize>() + body.len();
+        // A limited rate sends piece by piece.
+        if let Out { writer: Some(stream), rate: None } = out {
+            match stream.hand_over(before, body) {
+                Ok(Some(back)) => body = back,
+                Ok(None) => {
+                    self.shared.traffic.add_sent(bytes as u64);
+                    return Ok(());
+                }
+                Err(error) => {
+                    out.writer = None;
+                    return Err(error);
+                }
+            }
+        }
+        self.put(out, [before[0], before[1], &body])
     }
 
     fn put(&self, out: &mut Out, mut parts: [&[u8]; 3]) -> io::Result<()> {
@@ -290,13 +364,13 @@ impl Transport for FramedStream {
     }
 
     fn send(&self, message: Message) -> Result<()> {
-        let (head, body) = (message.head.len(), message.body.len());
-        let header = Frame::Message { kind: message.kind, head, body }.to_bytes();
-        self.write([&header, &message.head, &message.body])
+        let Message { kind, head, body } = message;
+        let header = Frame::Message { kind, head: head.len(), body: body.len() }.to_bytes();
+        self.write([&header, &head], body)
     }
 
     fn goodbye(&self) -> Result<()> {
-        self.write([&Frame::Goodbye.to_bytes(), &[], &[]])
+        self.write([&Frame::Goodbye.to_bytes(), &[]], Buf::default())
     }
 
     fn consumed(&self, cost: u64) {

@@ -47,6 +47,14 @@ impl Read for ActivityReader {
     }
 }
 
+impl ActivityReader {
+    fn whole(&mut self, len: usize) -> io::Result<Option<Buf>> {
+        let whole = self.reader.whole(len)?;
+        self.activity.note();
+        Ok(whole)
+    }
+}
+
 enum Failure {
     /// The stream ended; what is known of the cause.
     Ended(String),
@@ -135,10 +143,10 @@ fn read_frame(stream: &FramedStream, reader: &mut BufReader<ActivityReader>) -> 
             if shared.inbox.ended().is_some() {
                 return Err(bad(shared, "a message after its goodbye"));
             }
-            let mut message = Message { kind, head: vec![0; head], body: Buf::scratch(body) };
+            let mut message = Message { kind, head: vec![0; head], body: Buf::default() };
             reader.read_exact(&mut message.head)?;
             shared.traffic.add_received(head as u64);
-            reader.read_exact(&mut message.body)?;
+            message.body = read_body(reader, body)?;
             shared.traffic.add_received(body as u64);
             shared.inbox.push(message);
         }
@@ -152,6 +160,18 @@ fn read_frame(stream: &FramedStream, reader: &mut BufReader<ActivityReader>) -> 
         }
     }
     Ok(())
+}
+
+/// A message's body, in the memory in which it has come where that is possible.
+fn read_body(reader: &mut BufReader<ActivityReader>, len: usize) -> io::Result<Buf> {
+    if len > 0 && reader.buffer().is_empty() {
+        if let Some(body) = reader.get_mut().whole(len)? {
+            return Ok(body);
+        }
+    }
+    let mut body = Buf::scratch(len);
+    reader.read_exact(&mut body)?;
+    Ok(body)
 }
 
 fn bad(shared: &Shared, what: &str) -> Failure {

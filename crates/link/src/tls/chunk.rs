@@ -5,8 +5,8 @@ use device::Buf;
 
 use super::hello::{HELLO, Hello};
 
-/// The most bytes that a chunk carries.
-pub(super) const CHUNK: usize = 128 << 10;
+/// The most bytes that a chunk carries: a frame's data, which has one for itself.
+pub(super) const CHUNK: usize = 1 << 20;
 /// Bytes in front of a chunk's own.
 pub(super) const CHUNK_HEADER: usize = 12;
 
@@ -17,11 +17,12 @@ pub(super) struct Chunk {
     pub(super) bytes: Buf,
 }
 
-/// Writes the header into the room for it in front of a chunk's bytes.
-pub(super) fn number(chunk: &mut [u8], number: u64) {
-    let len = u32::try_from(chunk.len() - CHUNK_HEADER).unwrap_or(u32::MAX);
-    chunk[..8].copy_from_slice(&number.to_le_bytes());
-    chunk[8..CHUNK_HEADER].copy_from_slice(&len.to_le_bytes());
+/// The header of a chunk of `len` bytes.
+pub(super) fn header(number: u64, len: usize) -> [u8; CHUNK_HEADER] {
+    let mut header = [0; CHUNK_HEADER];
+    header[..8].copy_from_slice(&number.to_le_bytes());
+    header[8..].copy_from_slice(&u32::try_from(len).unwrap_or(u32::MAX).to_le_bytes());
+    header
 }
 
 /// Puts together the chunks of one connection from pieces of any length.
@@ -118,11 +119,7 @@ mod tests {
 
     #[test]
     fn chunks_are_bounded_and_rise() {
-        let chunk = |at, len: usize| {
-            let mut chunk = vec![1; CHUNK_HEADER + len];
-            number(&mut chunk, at);
-            chunk
-        };
+        let chunk = |at, len: usize| [&super::header(at, len)[..], &vec![1; len]].concat();
         let whole = connection(&[chunk(0, 5), chunk(1, CHUNK), chunk(9, 1)]);
         assert_eq!(read_connection(&whole), Ok(CHUNK + 6));
         for wrong in [header(0, 0), header(0, CHUNK as u32 + 1), header(0, u32::MAX), header(u64::MAX, 1)] {

@@ -17,7 +17,12 @@
 //!
 //! **Bounds.** The window over TLS is 64 MiB (8 MiB over ssh and pipes): three times what a link of 1 Gbit/s carries in 150 ms. As much
 //! again may wait for an earlier chunk; then only the connection that carries that chunk is read. So a session holds at most 128 MiB, and
-//! 256 KiB and two chunks for each connection: a message is charged for the memory that it takes, so many small ones are no exception.
+//! 512 KiB and four chunks of 1 MiB for each connection: a message is charged for the memory that it takes, so many small ones are no
+//! exception.
+//!
+//! **Memory.** A long body is a chunk of its own, so that it goes from its message to the thread that encrypts it, and from the one that
+//! decrypted it to its message, without being copied. rustls copies it once on each side, in pieces that stay in the processor's caches.
+//!
 //! There may be 64 sessions, 32 of one key, and 256 pending connections, which belong to no session yet, 64 of them from one address,
 //! each for 10 seconds at most, however slowly it sends. When these places are taken, each new connection replaces the oldest one that
 //! has sent nothing, so idle connections keep no client out. Nothing is allocated before its length is checked. A log line names the

@@ -155,7 +155,7 @@ mod tests {
     fn what_waits_for_an_earlier_chunk_is_bounded() {
         const AHEAD: usize = 4 << 20;
         let order = Reorder::new(2, AHEAD);
-        let chunk = |number| Chunk { number, bytes: Buf::from(&[number as u8; CHUNK][..]) };
+        let chunk = |number| Chunk { number, bytes: Buf::from(&vec![number as u8; CHUNK][..]) };
         let count = 2 * (AHEAD / CHUNK) as u64;
         thread::scope(|scope| {
             scope.spawn(|| (1..count).for_each(|number| order.put(chunk(number)).unwrap()));

@@ -7,20 +7,20 @@
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use device::Buf;
 use rustls::Connection;
 
-use super::chunk::{self, Assembler, CHUNK, CHUNK_HEADER};
+use super::chunk::{Assembler, CHUNK};
 use super::connection::TlsConnection;
-use super::queue::Queue;
+use super::queue::{Pair, Queue};
 use super::reorder::Reorder;
 use super::share::{self, Share};
 use crate::flow::lock;
-use crate::framed::{Activity, FramedStream, StreamOptions, StreamOwner, Trust};
+use crate::framed::{Activity, FramedStream, Incoming, Outgoing, StreamOptions, StreamOwner, Trust};
 use crate::{Error, Link, Result};
 
 /// How long what was sent before a link is given up may take to go out.
@@ -28,6 +28,16 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What is read from a connection at a time.
 const READ: usize = 256 << 10;
+
+/// What is encrypted at a time: rustls has memory of its own for each record, and more of them at once would be given back to the system
+/// and asked for again and again.
+const PART: usize = 64 << 10;
+/// What is sent at a time.
+const SEND: usize = 256 << 10;
+/// The longest chunk of what is collected.
+const COLLECTED: usize = 128 << 10;
+/// Shorter bodies are collected: to copy them costs less than a chunk.
+const MOVED: usize = 64 << 10;
 
 /// What a thread does for its connection, and where it is counted.
 type Work = fn(&TlsSession, &SessionConnection) -> Result<(), String>;
@@ -74,10 +84,10 @@ pub(super) fn open(
             }
         }
     }
-    let reader = Reader { session: Arc::clone(&session), chunk: Buf::default(), at: 0 };
-    let writer = Writer { session: Arc::clone(&session), chunk: Buf::default() };
+    let reader = Box::new(Reader { session: Arc::clone(&session), chunk: Buf::default(), at: 0 });
+    let writer = Box::new(Writer { session: Arc::clone(&session), chunk: Buf::default() });
     let options = StreamOptions { window, timeout, activity: session.activity.clone(), trust: Some(trust) };
-    Ok(Link::over(FramedStream::open(peer, reader, writer, options, Some(session))))
+    Ok(Link::over(FramedStream::start(peer, reader, writer, options, Some(session))))
 }
 
 /// What carries a link over TLS.
@@ -114,15 +124,35 @@ impl SessionConnection {
         self.socket.set_read_timeout(Some(patience))
     }
 
-    /// Sends what `tls` has encrypted.
-    fn send(&self, mut tls: MutexGuard<'_, Connection>, out: &mut Vec<u8>) -> Result<(), String> {
-        out.clear();
-        while tls.wants_write() {
-            tls.write_tls(out).map_err(|error| error.to_string())?;
+    /// Encrypts and sends.
+    fn send(&self, mut parts: [&[u8]; 4], out: &mut Vec<u8>) -> io::Result<()> {
+        while parts.iter().any(|part| !part.is_empty()) {
+            out.clear();
+            let mut tls = lock(&self.tls);
+            while out.len() < SEND && parts.iter().any(|part| !part.is_empty()) {
+                let mut left = PART;
+                let slices = parts.each_mut().map(|part| {
+                    let now = part.split_off(..part.len().min(left)).unwrap_or_default();
+                    left -= now.len();
+                    IoSlice::new(now)
+                });
+                // It takes all of it, as its buffer has no limit.
+                let _ = tls.writer().write_vectored(&slices)?;
+                drain(&mut tls, out)?;
+            }
+            drop(tls);
+            (&*self.socket).write_all(out)?;
         }
-        drop(tls);
-        (&*self.socket).write_all(out).map_err(|error| error.to_string())
+        Ok(())
     }
+}
+
+/// Takes what `tls` has encrypted.
+fn drain(tls: &mut Connection, out: &mut Vec<u8>) -> io::Result<()> {
+    while tls.wants_write() {
+        tls.write_tls(out)?;
+    }
+    Ok(())
 }
 
 impl TlsSession {
@@ -182,15 +212,16 @@ fn send(session: &TlsSession, connection: &SessionConnection) -> Result<(), Stri
 
 fn send_all(session: &TlsSession, connection: &SessionConnection) -> Result<(), String> {
     let mut out = Vec::new();
-    while let Some((number, mut chunk)) = session.out.take() {
-        chunk::number(&mut chunk, number);
-        let mut tls = lock(&connection.tls);
-        tls.writer().write_all(&chunk).map_err(|error| error.to_string())?;
-        connection.send(tls, &mut out)?;
+    let failed = |error: io::Error| error.to_string();
+    while let Some((number, chunks)) = session.out.take() {
+        connection.send(chunks.parts(number, &mut Default::default()), &mut out).map_err(failed)?;
     }
+    out.clear();
     let mut tls = lock(&connection.tls);
     tls.send_close_notify();
-    connection.send(tls, &mut out)?;
+    drain(&mut tls, &mut out).map_err(failed)?;
+    drop(tls);
+    (&*connection.socket).write_all(&out).map_err(failed)?;
     // A peer that has gone by now has all it wants.
     let _ = connection.socket.shutdown(Shutdown::Write);
     Ok(())
@@ -260,18 +291,35 @@ struct Reader {
     at: usize,
 }
 
-impl Read for Reader {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+impl Reader {
+    /// Has bytes at hand; false after the last.
+    fn fill(&mut self) -> io::Result<bool> {
         if self.at == self.chunk.len() {
             match self.session.order.take().map_err(io::Error::other)? {
                 Some(chunk) => (self.chunk, self.at) = (chunk, 0),
-                None => return Ok(0),
+                None => return Ok(false),
             }
+        }
+        Ok(true)
+    }
+}
+
+impl Read for Reader {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        if !self.fill()? {
+            return Ok(0);
         }
         let len = buf.len().min(self.chunk.len() - self.at);
         buf[..len].copy_from_slice(&self.chunk[self.at..self.at + len]);
         self.at += len;
         Ok(len)
+    }
+}
+
+impl Incoming for Reader {
+    fn whole(&mut self, len: usize) -> io::Result<Option<Buf>> {
+        let whole = self.fill()? && self.at == 0 && self.chunk.len() == len;
+        Ok(whole.then(|| std::mem::take(&mut self.chunk)))
     }
 }
 
@@ -284,7 +332,7 @@ impl Drop for Reader {
 /// The stream that goes out.
 struct Writer {
     session: Arc<TlsSession>,
-    /// With room for the header, and of the length of a full chunk with it: whole records of TLS.
+    /// What is collected.
     chunk: Buf,
 }
 
@@ -296,12 +344,12 @@ impl Write for Writer {
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         let mut taken = 0;
         for slice in slices {
-            if self.chunk.is_empty() {
-                self.chunk = Buf::scratch(CHUNK);
-                self.chunk.set_len(CHUNK_HEADER);
+            if self.chunk.capacity() == 0 {
+                self.chunk = Buf::scratch(COLLECTED);
+                self.chunk.set_len(0);
             }
             let at = self.chunk.len();
-            let room = CHUNK - at;
+            let room = COLLECTED - at;
             let len = room.min(slice.len());
             self.chunk.set_len(at + len);
             self.chunk[at..].copy_from_slice(&slice[..len]);
@@ -315,15 +363,88 @@ impl Write for Writer {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        match self.chunk.len() > CHUNK_HEADER {
-            true => self.session.out.put(std::mem::take(&mut self.chunk)),
-            false => Ok(()),
+        match self.chunk.is_empty() {
+            true => Ok(()),
+            false => self.put(Buf::default()),
         }
+    }
+}
+
+impl Writer {
+    /// Sends what was collected, and a body behind it.
+    fn put(&mut self, body: Buf) -> io::Result<()> {
+        self.session.out.put(Pair { collected: std::mem::take(&mut self.chunk), body })
+    }
+}
+
+impl Outgoing for Writer {
+    fn hand_over(&mut self, before: [&[u8]; 2], body: Buf) -> io::Result<Option<Buf>> {
+        if !(MOVED..=CHUNK).contains(&body.len()) {
+            return Ok(Some(body));
+        }
+        before.into_iter().try_for_each(|part| self.write_all(part))?;
+        self.put(body).map(|()| None)
     }
 }
 
 impl Drop for Writer {
     fn drop(&mut self) {
         self.session.out.close(None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::chunk::Chunk;
+    use super::*;
+
+    fn session() -> Arc<TlsSession> {
+        Arc::new(TlsSession {
+            peer: "the peer".into(),
+            connections: Vec::new(),
+            out: Queue::new(2),
+            order: Reorder::new(1, 8 << 20),
+            _share: share::ALL.share(),
+            threads: Mutex::default(),
+            ended: Condvar::new(),
+            activity: Activity::default(),
+        })
+    }
+
+    #[test]
+    fn a_long_body_is_moved_and_not_copied() {
+        let session = session();
+        let mut writer = Writer { session: Arc::clone(&session), chunk: Buf::default() };
+        let short = Buf::from(&[1; MOVED - 1][..]);
+        assert!(writer.hand_over([b"head", b""], short).unwrap().is_some(), "nothing was sent of it");
+        let body = Buf::from(&vec![7; CHUNK][..]);
+        let place = body.as_ptr();
+        assert!(writer.hand_over([b"frame", b"head"], body).unwrap().is_none());
+        let (number, pair) = session.out.take().unwrap();
+        assert_eq!((number, &pair.collected[..], pair.body.as_ptr()), (0, &b"framehead"[..], place));
+
+        let mut reader = Reader { session: Arc::clone(&session), chunk: Buf::default(), at: 0 };
+        let (first, second) = (pair.collected, pair.body);
+        session.order.put(Chunk { number: 0, bytes: first }).unwrap();
+        session.order.put(Chunk { number: 1, bytes: second }).unwrap();
+        assert!(reader.whole(5).unwrap().is_none(), "it is not all of the chunk");
+        reader.read_exact(&mut [0; 5]).unwrap();
+        assert!(reader.whole(4).unwrap().is_none(), "it is the rest of a chunk");
+        reader.read_exact(&mut [0; 4]).unwrap();
+        assert_eq!(reader.whole(CHUNK).unwrap().map(|body| body.as_ptr()), Some(place));
+    }
+
+    #[test]
+    fn what_is_sent_together_is_numbered_in_order() {
+        let buf = |len| Buf::from(&vec![9; len][..]);
+        for (collected, body, lens) in [(3, 4, [12, 3, 12, 4]), (3, 0, [12, 3, 0, 0]), (0, 4, [0, 0, 12, 4])]
+        {
+            let pair = Pair { collected: buf(collected), body: buf(body) };
+            let mut headers = Default::default();
+            let parts = pair.parts(5, &mut headers);
+            assert_eq!(parts.map(<[u8]>::len), lens);
+            let numbers = parts.iter().filter(|part| part.len() == 12).map(|header| header[0]);
+            assert!(numbers.eq(5..5 + lens.iter().filter(|len| **len == 12).count() as u8));
+        }
     }
 }

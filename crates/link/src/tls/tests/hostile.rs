@@ -213,7 +213,7 @@ fn what_no_connection_carries_cuts_the_session() {
     let chunk =
         |number: u64| [header(number, 16), b"\x93dsync\r\n\x02\0\xff\xff\0\0\x10\0".to_vec()].concat();
     for (bytes, why) in [
-        (header(0, CHUNK as u32 + 1), "a chunk of 131073 bytes"),
+        (header(0, CHUNK as u32 + 1), "a chunk of 1048577 bytes"),
         (header(0, 0), "a chunk of 0 bytes"),
         (header(0, u32::MAX), "a chunk of 4294967295 bytes"),
         ([chunk(0), chunk(0)].concat(), "chunk 0 after chunk 0"),

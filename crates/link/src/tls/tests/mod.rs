@@ -140,7 +140,7 @@ fn converse(link: Link, count: usize) -> Result<()> {
     let (tx, rx) = link.split();
     let sender = thread::spawn(move || {
         for at in 0..count {
-            let mut body = Buf::new([1 << 20, 5, 0, 77_777][at % 4]);
+            let mut body = Buf::new([1 << 20, 5, 0, 77_777, (1 << 20) + 1][at % 5]);
             body.fill(at as u8);
             tx.send(Message { kind: at as u8, head: vec![at as u8; at % 50], body })?;
         }
@@ -149,7 +149,7 @@ fn converse(link: Link, count: usize) -> Result<()> {
     for at in 0..count {
         let message = rx.recv()?.expect("an echo");
         assert_eq!((message.kind, message.head.len()), (at as u8, at % 50));
-        assert_eq!(message.body.len(), [1 << 20, 5, 0, 77_777][at % 4]);
+        assert_eq!(message.body.len(), [1 << 20, 5, 0, 77_777, (1 << 20) + 1][at % 5]);
         assert!(message.body.iter().all(|&byte| byte == at as u8));
     }
     assert!(rx.recv()?.is_none());
