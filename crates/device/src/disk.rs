@@ -164,6 +164,11 @@ pub trait Disk: Send + Sync {
         1
     }
 
+    /// The most bytes that one request should ask for now, for the sake of others who use the disk: at least 64 KiB.
+    fn at_once(&self) -> u64 {
+        u64::MAX
+    }
+
     /// Fills `buf` from `offset`. Reading past the end is an error of kind `UnexpectedEof`.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
 

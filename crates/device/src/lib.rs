@@ -78,4 +78,4 @@ pub use storage::Storage;
 pub use sys::local_minute;
 pub use threads::ThreadQueue;
 pub use usage::{Mount, file_system, free_space, hidden_mount, in_use, may_change, mounted_at, mounts_on};
-pub use written::{WriteWatch, Written};
+pub use written::{WriteTimes, WriteWatch, Written};

@@ -127,6 +127,24 @@ impl Counters {
     }
 }
 
+/// How many writes to a block device have ended and how long they took, by the kernel's count.
+#[derive(Debug)]
+pub struct WriteTimes(Counters);
+
+impl WriteTimes {
+    /// `None` if there is no such device.
+    pub fn of(device: u64) -> Option<WriteTimes> {
+        Counters::of(device).map(WriteTimes)
+    }
+
+    /// Writes in flight, writes that have ended, and the milliseconds that these took together. `None` if the kernel does not count.
+    pub fn read(&self) -> Option<(u64, u64, u64)> {
+        let (stat, in_flight) = (numbers(&self.0.own.stat)?, numbers(&self.0.own.in_flight)?);
+        let counted = (*in_flight.get(1)?, *stat.get(4)?, *stat.get(7)?);
+        (numbers(&self.0.counts)? == [1]).then_some(counted)
+    }
+}
+
 /// Detects writes to a block device that is being read: equal counts at both ends mean that there were none.
 #[derive(Debug)]
 pub struct WriteWatch {

@@ -262,6 +262,7 @@ fn push(
         existing: true,
         compress: args.compress.level,
         bwlimit: steering.pace.clone(),
+        polite: args.far.polite,
         journal_dir: args.far.journal_dir.clone(),
         way: sync::Way::to(ends.destination.host.is_some()),
         ..SyncOptions::default()

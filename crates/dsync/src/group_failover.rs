@@ -131,6 +131,7 @@ impl Demoting<'_> {
             existing: true,
             compress: args.compress.level,
             bwlimit: self.steering.pace.clone(),
+            polite: args.far.polite,
             way: sync::Way::to(destination.host.is_some()),
             ..SyncOptions::default()
         };

@@ -36,6 +36,7 @@ pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) ->
             format: args.begin.format.map(Into::into),
             compress: args.compress.level,
             bwlimit: steering.pace.clone(),
+            polite: args.far.polite,
             journal_dir: args.far.journal_dir.clone(),
             keep: args.begin.past.keep()?,
             way: Way::to(is_far),

@@ -59,6 +59,7 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
         at_view: args.live.at_view,
         compress: args.compress.level,
         bwlimit: steering.pace.clone(),
+        polite: args.far.polite,
         journal_dir: args.far.journal_dir.clone(),
         keep: args.begin.past.keep()?,
         way: Way::to(is_far),

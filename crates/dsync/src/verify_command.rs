@@ -32,6 +32,7 @@ pub(crate) fn run(args: &args::Verify, steering: &Steering, state: &StateDir, ou
         hash: args.hash.into(),
         rate: args.rate,
         bwlimit: steering.pace.clone(),
+        polite: args.far.polite,
         keep_going: args.keep_going,
         journal_dir: args.far.journal_dir.clone(),
         way: Way::to(ends.far().is_some()),

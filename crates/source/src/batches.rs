@@ -13,6 +13,7 @@ use lineage::Lives;
 use crate::SourceError;
 use crate::backing::Backing;
 use crate::control::{Client, ServedBatch};
+use crate::courtesy::Courtesy;
 use crate::state::About;
 use crate::view::View;
 
@@ -21,6 +22,7 @@ pub struct Batches {
     client: Client,
     disk: Arc<dyn Disk>,
     about: About,
+    courtesy: Arc<Courtesy>,
 }
 
 /// What was written between two moments, and the source as it was at the second.
@@ -41,11 +43,12 @@ impl Batches {
         client: Client,
         backing: &dyn Backing,
         about: &About,
+        courtesy: &Arc<Courtesy>,
     ) -> Result<Batches, SourceError> {
         let direct = client.follow()?;
         // Recent writes are in the page cache; a direct read would wait until they are on disk.
         let disk = if direct { backing.reader()? } else { backing.cached_reader()? };
-        Ok(Batches { client, disk, about: about.clone() })
+        Ok(Batches { client, disk, about: about.clone(), courtesy: courtesy.clone() })
     }
 
     /// Blocks written since the last batch.
@@ -67,7 +70,8 @@ impl Batches {
             .map_err(SourceError::memory(&self.about.path))?;
         let wrong = |_| SourceError::Server("the server reported changes beyond the end of the disk".into());
         changes.decode_into(&encoded).map_err(wrong)?;
-        let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive());
+        let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive())
+            .beside(&self.courtesy);
         let lives = self.about.lives.clone().reaching(at.n).upto(at.n);
         if lives.tip() != Some(&at) {
             return Err(SourceError::Server("it went on in a life that has ended: start it again".into()));

@@ -7,12 +7,14 @@ use delta::Epoch;
 use device::{Dir, Disk, Folder, Storage};
 use extents::Bitmap;
 use lineage::{Lives, Point};
+use trackers::FeltFile;
 
 use crate::backing::{Backing, PathBacking};
 use crate::batches::Batches;
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::clones;
 use crate::control::{Client, ServedView, Status, status};
+use crate::courtesy::{Courtesy, Feels};
 use crate::export::unrecorded;
 use crate::group::Membership;
 use crate::history::{History, Position};
@@ -33,6 +35,7 @@ pub struct Handle {
     folder: Arc<dyn Folder>,
     backing: Arc<dyn Backing>,
     holder: Holder,
+    courtesy: Arc<Courtesy>,
 }
 
 /// What a replica lacks for a view.
@@ -95,7 +98,8 @@ impl Handle {
     #[doc(hidden)]
     pub fn of_source(source: Source) -> Handle {
         let (folder, backing) = source.parts();
-        Handle { about: source.about().clone(), folder, backing, holder: Holder::Here(Box::new(source)) }
+        let (about, holder) = (source.about().clone(), Holder::Here(Box::new(source)));
+        Handle { about, folder, backing, holder, courtesy: Courtesy::none() }
     }
 
     /// A source that is served, by a server in this process.
@@ -106,7 +110,8 @@ impl Handle {
         let source = source.clone();
         let connect: Connect = Box::new(move || Client::within(&source).map(Some));
         let client = connect()?.ok_or_else(|| SourceError::Server("it is not served".into()))?;
-        Ok(Handle { about, folder, backing, holder: Holder::Server(client, connect) })
+        let holder = Holder::Server(client, connect);
+        Ok(Handle { about, folder, backing, holder, courtesy: Courtesy::none() })
     }
 
     /// Opens a source whose writes are recorded: through its server, or its tracker in the kernel. Never holds it:
@@ -157,7 +162,10 @@ impl Handle {
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
         let backing = Arc::new(PathBacking::new(about.identity.clone(), &place, about.format));
         let connect: Connect = Box::new(move || Client::connect(&place));
-        Ok(Some(Handle { about, folder: Arc::new(folder), backing, holder: Holder::Server(client, connect) }))
+        let felt = FeltFile::open(&folder).ok();
+        let courtesy = Arc::new(Courtesy::new(felt.map(|felt| Box::new(move || felt.read()) as Feels)));
+        let holder = Holder::Server(client, connect);
+        Ok(Some(Handle { about, folder: Arc::new(folder), backing, holder, courtesy }))
     }
 
     /// Waits a second for a server that may be starting.
@@ -169,6 +177,16 @@ impl Handle {
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
         Ok(None)
+    }
+
+    /// Whether readers of its views give way to a guest that writes; at first they do not.
+    pub fn be_polite(&self, polite: bool) {
+        self.courtesy.be_polite(polite);
+    }
+
+    /// How many reads have waited for the guest.
+    pub fn waits(&self) -> u64 {
+        self.courtesy.waits()
     }
 
     /// What the source's folder says of it.
@@ -282,7 +300,8 @@ impl Handle {
         if disk.len() < size {
             return Err(SourceError::Moved(self.about.path.clone()));
         }
-        Ok(View::new(epoch, disk, size, Some(Arc::new(saved)), client.alive()))
+        let view = View::new(epoch, disk, size, Some(Arc::new(saved)), client.alive());
+        Ok(view.beside(&self.courtesy))
     }
 
     /// Has the server of this source end the epochs of these members of its group, all of them served there, at one moment. The
@@ -514,7 +533,7 @@ impl Handle {
             Holder::Server(_, connect) => {
                 let client = connect()?
                     .ok_or_else(|| SourceError::Server("the server of the source ended: run again".into()))?;
-                Batches::begin(client, &*self.backing, &self.about)
+                Batches::begin(client, &*self.backing, &self.about, &self.courtesy)
             }
             Holder::Here(_) | Holder::Live(_) => Err(SourceError::Refused(format!(
                 "{} is not served, so writes within an epoch are not known: serve it with \"dsync serve\"",
@@ -607,6 +626,7 @@ fn place_of(state: &StateDir, what: &str, options: &SourceOptions) -> Result<Pat
 impl From<Live> for Handle {
     fn from(live: Live) -> Handle {
         let (about, folder, backing) = (live.about().clone(), live.folder(), live.backing());
-        Handle { about, folder, backing, holder: Holder::Live(Box::new(live)) }
+        let courtesy = live.courtesy().clone();
+        Handle { about, folder, backing, holder: Holder::Live(Box::new(live)), courtesy }
     }
 }

@@ -30,15 +30,16 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use delta::Epoch;
-use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
+use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, WriteTimes, Written};
 use extents::Bitmap;
 use serde::{Deserialize, Serialize};
-use trackers::{Tracker, TrackerLock};
+use trackers::{Felt, Tracker, TrackerLock};
 use uuid::Uuid;
 
 use crate::backing::{Backing, open_reader};
 use crate::bookmarks::{Bookmarks, Reached};
 use crate::convergence::Convergence;
+use crate::courtesy::{Courtesy, Feels};
 use crate::discard;
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::History;
@@ -123,6 +124,7 @@ pub struct Live {
     tracker: Box<dyn Tracker>,
     disk: Arc<dyn Disk>,
     epochs: Mutex<Epochs>,
+    courtesy: Arc<Courtesy>,
     /// Released when this is dropped.
     locks: Option<(FolderLock, TrackerLock)>,
     /// Created by this command: removed again if it has no epoch.
@@ -236,7 +238,14 @@ impl Live {
             Some(_) => Some(OTHER_HISTORY.into()),
         };
         let epochs = Mutex::new(Epochs { history, lost, since });
-        Ok(Live { about, folder, tracker, disk, epochs, locks: None, fresh: None })
+        let times = WriteTimes::of(about.identity.dev).filter(|_| about.identity.is_block());
+        let felt = |times: &WriteTimes| {
+            let (inside, ended, millis) = times.read()?;
+            Some(Felt { inside, ended, nanos: millis * 1_000_000 })
+        };
+        let feels = times.map(|times| Box::new(move || felt(&times)) as Feels);
+        let courtesy = Arc::new(Courtesy::new(feels));
+        Ok(Live { about, folder, tracker, disk, epochs, courtesy, locks: None, fresh: None })
     }
 
     /// What the source's folder says of it.
@@ -256,6 +265,11 @@ impl Live {
 
     pub(crate) fn backing(&self) -> Arc<dyn Backing> {
         Arc::new(LiveBacking { identity: self.about.identity.clone(), disk: self.disk.clone() })
+    }
+
+    /// How readers of its passes treat who writes to it. The last pass, in which nobody can, waits for nobody.
+    pub(crate) fn courtesy(&self) -> &Arc<Courtesy> {
+        &self.courtesy
     }
 
     pub(crate) fn folder(&self) -> Arc<dyn Folder> {
@@ -285,7 +299,7 @@ impl Live {
         let mut epochs = self.epochs();
         let changes = self.tracker.checkpoint()?;
         let epoch = self.write_down(&mut epochs, &changes)?;
-        Ok(self.view(epoch, self.disk.clone()))
+        Ok(self.view(epoch, self.disk.clone()).beside(&self.courtesy))
     }
 
     /// Appends what a checkpoint of the tracker returned to the history, and releases it.

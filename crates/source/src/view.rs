@@ -14,6 +14,7 @@ use extents::Bitmap;
 use trackers::CowStore;
 
 use crate::attended::{Attended, There};
+use crate::courtesy::Courtesy;
 
 /// Checks that the view is still kept exact.
 pub(crate) type Alive = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
@@ -28,6 +29,7 @@ pub struct View {
     alive: Alive,
     /// Other readers hold it too, and need what this one does not.
     shared: bool,
+    courtesy: Arc<Courtesy>,
 }
 
 impl View {
@@ -38,7 +40,17 @@ impl View {
         saved: Option<Arc<CowStore>>,
         alive: Alive,
     ) -> View {
-        View { epoch, disk, size, saved, alive, shared: false }
+        View { epoch, disk, size, saved, alive, shared: false, courtesy: Courtesy::none() }
+    }
+
+    /// A view that is read at full speed, also while the guest writes.
+    pub fn at_full_speed(self) -> View {
+        self.beside(&Courtesy::none())
+    }
+
+    /// Has its readers wait for the guest that this courtesy knows of.
+    pub(crate) fn beside(self, courtesy: &Arc<Courtesy>) -> View {
+        View { courtesy: courtesy.clone(), ..self }
     }
 
     /// Marks the view as shared with other readers: all of it is saved for them, whatever this reader has read.
@@ -75,6 +87,11 @@ impl View {
         }
     }
 
+    /// How many reads have waited for the guest, of this view and of others of the same reader.
+    pub fn waits(&self) -> u64 {
+        self.courtesy.waits()
+    }
+
     /// Bytes saved for this view so far.
     pub fn kept_bytes(&self) -> u64 {
         self.saved.as_ref().map_or(0, |s| s.kept_bytes())
@@ -107,7 +124,11 @@ impl Disk for View {
     fn align(&self) -> u32 {
         self.disk.align()
     }
+    fn at_once(&self) -> u64 {
+        self.courtesy.at_once()
+    }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.courtesy.wait(buf.len() as u64, || ());
         self.disk.read_at(offset, buf)?;
         self.mend(offset, buf)?;
         self.still_kept()
@@ -162,6 +183,8 @@ impl ViewQueue {
 
 impl Queue for ViewQueue {
     fn submit(&mut self, request: Request) {
+        // What was submitted before need not wait with this.
+        self.view.courtesy.wait(request.buf.len() as u64, || self.inner.start());
         self.inner.submit(request)
     }
     fn start(&mut self) {

@@ -127,6 +127,7 @@ impl<'a> GroupSession<'a> {
         let (mut names, mut paths, mut members) = (Vec::new(), Vec::new(), Vec::<Open>::new());
         let mut accounts = Vec::new();
         for (handle, file) in group.members().iter().zip(group.files()) {
+            handle.be_polite(options.polite);
             names.push(format!("{}/{file}", destination.trim_end_matches('/')));
             paths.push(dir.join(file));
             members.push(Open::for_sync(&dir.join(file), options).beside(handle)?);
@@ -416,6 +417,7 @@ impl<'a> GroupSession<'a> {
         summary.bytes_sent += traffic.sent() - before.0;
         summary.bytes_received += traffic.received() - before.1;
         summary.view_bytes = member.view.kept_bytes();
+        summary.reads_waited = member.view.waits();
         summary.seconds = began.elapsed().as_secs_f64();
         Ok(())
     }

@@ -81,7 +81,9 @@ impl Approach {
                 let why = "tracking was lost repeatedly during the copy".into();
                 return Err(Conflict::Lost { path: about.path.clone(), why }.into());
             }
-            let view = Arc::new(live.checkpoint()?);
+            let view = live.checkpoint()?;
+            // What is written during a later pass is read with writers stopped: it is made short.
+            let view = Arc::new(if pass == 0 { view } else { view.at_full_speed() });
             if let Some(why) = live.lost_for_good()? {
                 return Err(Conflict::Unfollowed { path: about.path.clone(), why: why.to_string() }.into());
             }

@@ -58,6 +58,9 @@ pub struct SyncOptions {
     pub compress: Option<i32>,
     /// The most to send, in bytes a second.
     pub bwlimit: Option<Pace>,
+    /// Read more slowly while a guest writes to the source, so that its writes take no longer.
+    #[serde(default)]
+    pub polite: bool,
     /// Where the replica keeps lineage and journal.
     #[serde(skip)]
     pub journal_dir: Option<PathBuf>,

@@ -53,6 +53,7 @@ pub(crate) fn push_over(
         let replica = Open::for_sync(destination, options).beside(handle)?;
         let (began, traffic) = (Instant::now(), sender.traffic());
         let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
+        handle.be_polite(options.polite);
         let in_place = status.in_place;
         let totals = Totals::new(&progress);
         let transfer =
@@ -139,6 +140,7 @@ pub(crate) fn bring(
     summary.warnings = committed.warnings.iter().map(|warning| text(warning)).chain(renamed).collect();
     summary.bytes_written = committed.bytes_written;
     summary.view_bytes = view.kept_bytes();
+    summary.reads_waited = handle.waits();
     Ok(summary)
 }
 

@@ -408,7 +408,8 @@ impl<'a> FrameReader<'a> {
     fn gather(&mut self) -> io::Result<Vec<Want>> {
         let mut wants = Vec::new();
         let mut data = 0;
-        let limit = self.size.limit();
+        // A frame is many times a block.
+        let limit = self.size.limit().min(self.disk.at_once().max(self.block_size));
         while data < limit && wants.len() < FRAME_EXTENTS {
             let Some(want) = (match self.left_over.take() {
                 Some(want) => Some(want),

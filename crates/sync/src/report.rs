@@ -74,6 +74,9 @@ pub struct Summary {
     pub warnings: Vec<String>,
     /// Bytes that writers had to save for the view.
     pub view_bytes: u64,
+    /// Reads that waited for the guest.
+    #[serde(default)]
+    pub reads_waited: u64,
     /// What the destination gave up first, by its user's consent.
     pub given_up: Option<GivenUp>,
     /// Bytes in which the replica differed when it was verified last, and when, if that was not repaired since.
@@ -122,6 +125,7 @@ impl Summary {
             recovered: None,
             warnings: Vec::new(),
             view_bytes: 0,
+            reads_waited: 0,
             given_up: None,
             unrepaired: None,
         }

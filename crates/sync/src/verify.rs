@@ -70,6 +70,9 @@ pub struct VerifyOptions {
     pub rate: Option<u64>,
     /// The most bytes sent per second.
     pub bwlimit: Option<Pace>,
+    /// Read more slowly while a guest writes to the source, so that its writes take no longer.
+    #[serde(default)]
+    pub polite: bool,
     /// Skip what cannot be read.
     pub keep_going: bool,
     /// Where the replica keeps lineage and journal.
@@ -173,6 +176,7 @@ pub(crate) fn verify_over(
         let (began, traffic) = (Instant::now(), sender.traffic());
         let replica = replica_for_verify(destination, options).beside(handle)?;
         let mut status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
+        handle.be_polite(options.polite);
         account.opened();
         refuse_sources(handle, name, &status, options)?;
         missing(handle, name, &status, options)?;

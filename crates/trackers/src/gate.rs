@@ -19,10 +19,7 @@ pub(crate) struct Gate {
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
 /// The words of the two counts: cache lines apart, as both are touched by every write of every connection.
-const LANES: [usize; 2] = [32, 64];
-
-/// The words up to the last of them.
-pub(crate) const WORDS: usize = 65;
+pub(crate) const LANES: [usize; 2] = [32, 64];
 
 /// Writes that are inside, or were when the process died.
 pub(crate) fn inside(words: &[AtomicU64]) -> u64 {

@@ -5,15 +5,17 @@ use std::sync::atomic::{
     AtomicU64,
     Ordering::{Relaxed, SeqCst},
 };
+use std::time::Duration;
 
 use device::{Clock, Folder, Mapping, StateFile};
 
 use crate::bitmap_file::raise;
+use crate::felt::{self, Felt};
 
-const NAME: &str = "served";
+pub(crate) const NAME: &str = "served";
 
 /// Words of the mapping: the last note; the image's time of change at the last look; how often another program was seen to
-/// have changed it, and how many of these are in the history. The gate's words follow.
+/// have changed it, and how many of these are in the history. The words of the gate follow, and those of what writers feel.
 const NOTED: usize = 0;
 const SEEN: usize = 1;
 const FOREIGN: usize = 2;
@@ -61,14 +63,14 @@ impl LastWriteTime {
         self.keep();
     }
 
-    /// Brings the words, and those of the gate, to the file where it is not mapped. If there is no room, older ones stay there, which
+    /// Brings the words, and those that follow, to the file where it is not mapped. If there is no room, older ones stay there, which
     /// after a kill make an image doubted that need not be.
     pub(crate) fn keep(&self) {
         let _ = self.put();
     }
 
     fn put(&self) -> io::Result<()> {
-        self.mapping.put(NOTED..crate::gate::WORDS)
+        self.mapping.put(NOTED..crate::felt::WORDS)
     }
 
     /// Nanoseconds since 1970 at the last served write; 0 if there was none.
@@ -121,6 +123,16 @@ impl LastWriteTime {
     /// The words of the gate, shared with it.
     pub(crate) fn words(&self) -> Mapping {
         self.mapping.clone()
+    }
+
+    /// Counts a change that took this long.
+    pub(crate) fn felt(&self, took: Duration) {
+        felt::count(&self.mapping, took);
+    }
+
+    /// What writers have felt so far.
+    pub(crate) fn feels(&self) -> Felt {
+        felt::read(&self.mapping)
     }
 
     /// True if writes were in flight when the process died that had this open before.

@@ -18,6 +18,7 @@ mod bitmap_file;
 pub mod bpf;
 mod cow_store;
 pub mod dm;
+mod felt;
 mod find;
 mod gate;
 mod intent;
@@ -28,6 +29,7 @@ mod tracker_lock;
 
 pub use bitmap_file::BitmapFile;
 pub use cow_store::{CowFiles, CowStore};
+pub use felt::{Felt, FeltFile};
 pub use find::{find, list};
 pub use last_write_time::LastWriteTime;
 pub use tracked::{Follower, Frozen, Settings, TrackError, TrackedDisk};

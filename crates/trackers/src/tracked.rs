@@ -28,12 +28,14 @@ use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
+use std::time::Instant;
 
 use device::{Clock, Disk, Done, Folder, Kind, Piece, Queue, Request};
 use extents::{Bitmap, OutOfMemory};
 
 use crate::bitmap_file::BitmapFile;
 use crate::cow_store::CowStore;
+use crate::felt::{Felt, Waits};
 use crate::gate::{ClosedGates, Gate};
 use crate::intent::Intents;
 use crate::last_write_time::LastWriteTime;
@@ -638,6 +640,11 @@ impl TrackedDisk {
             .map_err(self.failed("cannot drop the write-intent log"))
     }
 
+    /// What its writers have felt so far.
+    pub fn felt(&self) -> Felt {
+        self.shared.served.feels()
+    }
+
     /// Regions that a power cut now would make dirty, and bytes a region.
     pub fn active_regions(&self) -> (u64, u64) {
         (self.shared.intents.active(), self.shared.intents.region())
@@ -863,6 +870,7 @@ impl Disk for TrackedDisk {
             passes: Vec::new(),
             free: Vec::new(),
             refused: VecDeque::new(),
+            waits: Waits::default(),
         }))
     }
 }
@@ -872,10 +880,11 @@ struct TrackedQueue {
     inner: Box<dyn Queue>,
     shared: Arc<Shared>,
     cache: CurrentCache,
-    /// For each change in flight its caller's token and its side of the gate; the inner token is the place here.
-    passes: Vec<(u64, usize)>,
+    /// For each change in flight its caller's token, its side of the gate, and when it began; the inner token is the place here.
+    passes: Vec<(u64, usize, Instant)>,
     free: Vec<usize>,
     refused: VecDeque<Done>,
+    waits: Waits,
 }
 
 fn changes(kind: Kind) -> bool {
@@ -885,10 +894,11 @@ fn changes(kind: Kind) -> bool {
 impl Queue for TrackedQueue {
     fn submit(&mut self, mut request: Request) {
         if changes(request.kind) {
+            let begun = Instant::now();
             let checked = request.pieces.iter().try_for_each(|p| self.shared.check(p.offset, p.len));
             match checked.and_then(|()| self.shared.begin(&request.pieces, &mut self.cache)) {
                 Ok(side) => {
-                    let pass = (request.token, side);
+                    let pass = (request.token, side, begun);
                     let place = match self.free.pop() {
                         Some(place) => {
                             self.passes[place] = pass;
@@ -918,7 +928,9 @@ impl Queue for TrackedQueue {
         let mut done = self.inner.complete(wait)?;
         if changes(done.request.kind) {
             let place = done.request.token as usize;
-            let (token, side) = self.passes[place];
+            let (token, side, begun) = self.passes[place];
+            let now = Instant::now();
+            self.shared.served.felt(now.saturating_duration_since(begun) + self.waits.since(now));
             self.shared.end(side);
             self.free.push(place);
             done.request.token = token;

@@ -1,5 +1,6 @@
-//! `--bwlimit` by the hour, changed while a command runs, and the pause of a mirror.
+//! `--bwlimit` by the hour, changed while a command runs, and the pause of a mirror; and what gives way to a guest.
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dsync_tests::{Background, Scene};
@@ -167,4 +168,31 @@ fn a_paused_mirror_that_is_stopped_brings_what_was_written() {
     let ended = mirror.output(Duration::from_secs(30));
     assert!(ended.status.success(), "{ended}");
     scene.equal();
+}
+
+#[test]
+fn a_polite_sync_gives_way_to_a_guest_that_writes() {
+    let scene = Scene::synced("polite", 16 * MIB);
+    let waited = |options: &[&str]| scene.sync(options).ok().summary()["reads_waited"].as_u64();
+    write(&scene, 1);
+    assert_eq!(waited(&["--polite"]), Some(0), "its guest is at rest");
+    let writes = AtomicBool::new(true);
+    let (polite, others) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut client = scene.client();
+            for at in (0..16 * MIB).step_by(4096).cycle().take_while(|_| writes.load(Relaxed)) {
+                client.write(at, &[7; 4096]).expect("a write");
+            }
+            client.close().expect("the end");
+        });
+        let until = Instant::now() + Duration::from_secs(15);
+        let (mut polite, mut others) = (0, 0);
+        while polite == 0 && Instant::now() < until {
+            polite += waited(&["--polite"]).unwrap_or(0);
+            others += waited(&[]).unwrap_or(u64::MAX);
+        }
+        writes.store(false, Relaxed);
+        (polite, others)
+    });
+    assert!(polite > 0 && others == 0, "{polite} and {others} reads waited");
 }

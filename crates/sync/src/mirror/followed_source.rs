@@ -175,6 +175,7 @@ impl FollowedSource {
         let replica = Open { keep: options.sync.keep.clone(), ..replica };
         let (sender, receiver) = link.split();
         let status = open(&sender, &receiver, &replica, options.sync.bwlimit.as_ref())?;
+        self.handle.be_polite(options.sync.polite);
         account.opened();
         let lacking = self.recognise(&status);
         let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {
