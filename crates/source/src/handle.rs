@@ -7,7 +7,7 @@ use delta::Epoch;
 use device::{Dir, Disk, Folder, Storage};
 use extents::Bitmap;
 use lineage::{Lives, Point};
-use trackers::FeltFile;
+use trackers::LastWriteTime;
 
 use crate::backing::{Backing, PathBacking};
 use crate::batches::Batches;
@@ -162,7 +162,7 @@ impl Handle {
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
         let backing = Arc::new(PathBacking::new(about.identity.clone(), &place, about.format));
         let connect: Connect = Box::new(move || Client::connect(&place));
-        let felt = FeltFile::open(&folder).ok();
+        let felt = LastWriteTime::felt_in(&folder).ok();
         let courtesy = Arc::new(Courtesy::new(felt.map(|felt| Box::new(move || felt.read()) as Feels)));
         let holder = Holder::Server(client, connect);
         Ok(Some(Handle { about, folder: Arc::new(folder), backing, holder, courtesy }))

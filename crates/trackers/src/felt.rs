@@ -4,15 +4,13 @@
 //! The words are hints for such readers. Nothing depends on their values, so no access to them is ordered.
 
 use std::fs::File;
-use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use device::{Folder, StateFile};
+use device::StateFile;
 
 use crate::gate::LANES;
-use crate::last_write_time::NAME;
 
 /// The words, a cache line after those of the gate.
 const ENDED: usize = 96;
@@ -36,17 +34,9 @@ pub struct Felt {
 }
 
 /// The counts of a disk that another process serves.
-pub struct FeltFile(Box<dyn StateFile>);
+pub struct FeltFile(pub(crate) Box<dyn StateFile>);
 
 impl FeltFile {
-    /// Opens the counts of the server whose folder this is.
-    ///
-    /// # Errors
-    /// If the folder holds none.
-    pub fn open(folder: &dyn Folder) -> io::Result<FeltFile> {
-        folder.open(NAME, false).map(FeltFile)
-    }
-
     /// What was counted up to now; `None` if that cannot be read.
     pub fn read(&self) -> Option<Felt> {
         let mut bytes = [0; WORDS * 8];

@@ -10,9 +10,9 @@ use std::time::Duration;
 use device::{Clock, Folder, Mapping, StateFile};
 
 use crate::bitmap_file::raise;
-use crate::felt::{self, Felt};
+use crate::felt::{self, Felt, FeltFile};
 
-pub(crate) const NAME: &str = "served";
+const NAME: &str = "served";
 
 /// Words of the mapping: the last note; the image's time of change at the last look; how often another program was seen to
 /// have changed it, and how many of these are in the history. The words of the gate follow, and those of what writers feel.
@@ -123,6 +123,14 @@ impl LastWriteTime {
     /// The words of the gate, shared with it.
     pub(crate) fn words(&self) -> Mapping {
         self.mapping.clone()
+    }
+
+    /// What the writers feel of the server whose folder this is.
+    ///
+    /// # Errors
+    /// If the folder has no server.
+    pub fn felt_in(folder: &dyn Folder) -> io::Result<FeltFile> {
+        folder.open(NAME, false).map(FeltFile)
     }
 
     /// Counts a change that took this long.
