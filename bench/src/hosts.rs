@@ -149,6 +149,12 @@ impl Host {
         }
         words.extend_from_slice(space);
         let anchor = Daemon::start_bare(&mut wrapped(&words, command("sleep").arg("infinity")))?;
+        // Until the words have led it there, its counters are those of the machine's own network.
+        let (comm, until) = (format!("/proc/{}/comm", anchor.id()), Instant::now() + Duration::from_secs(30));
+        while !std::fs::read_to_string(&comm).is_ok_and(|name| name.trim() == "sleep") {
+            ensure!(Instant::now() < until, "host {name} does not begin");
+            std::thread::sleep(Duration::from_millis(5));
+        }
         Ok(Host { words, anchor, groups })
     }
 
