@@ -20,6 +20,8 @@ use crate::tools;
 const ORPHAN_ENDS_WITHIN: Duration = Duration::from_secs(10);
 /// How long a server that answers no more is waited for, to learn why.
 const LAST_WORDS_WITHIN: Duration = Duration::from_secs(5);
+/// Bytes of the largest cluster that the format has.
+const LARGEST_CLUSTER: u64 = 2 << 20;
 /// What a cluster of QEMU's default size has.
 const CLUSTER: u64 = 64 << 10;
 
@@ -141,6 +143,12 @@ impl Image {
         *running = Some(Running::start(&self.file, self.access, self.place.as_deref())?);
         self.written.store(false, SeqCst);
         Ok(())
+    }
+
+    /// Zeroes the rest of the cluster in which a disk ends at `from`, as far as `to`.
+    fn zero_cluster(&self, from: u64, to: u64) -> io::Result<()> {
+        let end = from.next_multiple_of(LARGEST_CLUSTER).min(to);
+        if from < end { self.zero(from, end - from, true, false) } else { Ok(()) }
     }
 
     fn reserved(&self) -> MutexGuard<'_, Reserved> {
@@ -283,11 +291,16 @@ impl Disk for Image {
             return Ok(());
         }
         tools::check_size(len)?;
+        let was = self.len();
+        // The last cluster keeps what is behind a new end, and a disk that grows again would show it. Before the cut, so that a crash
+        // leaves a disk that is cut once more; and behind what another program cut.
+        self.zero_cluster(len, was)?;
         self.without_server(|file| tools::resize(file, len))?;
-        match self.len() {
-            is if is == len => Ok(()),
-            is => Err(io::Error::other(format!("{} has {is} bytes instead of {len}", self.path.display()))),
+        if self.len() != len {
+            let is = self.len();
+            return Err(io::Error::other(format!("{} has {is} bytes instead of {len}", self.path.display())));
         }
+        self.zero_cluster(was, len)
     }
 
     fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {

@@ -120,6 +120,21 @@ fn a_missing_qemu_is_named() {
     equal(&scene.image, &scene.replica);
 }
 
+/// The last cluster of the file keeps what was behind the end of a disk that was cut.
+#[test]
+fn what_was_cut_off_does_not_come_back_as_it_grows() {
+    let Some(mut scene) = scene("a qcow2 replica that is cut within a cluster", 6 * MIB) else { return };
+    scene.stop();
+    image::scribble(&scene.image, 0, 6 * MIB, &mut scene.random);
+    scene.sync(&[]).ok();
+    for (size, options) in [(5 * MIB + 512, &["--allow-shrink"][..]), (6 * MIB, &[])] {
+        let file = std::fs::File::options().write(true).open(&scene.image).expect("the image");
+        file.set_len(size).expect("another size");
+        scene.sync(options).ok();
+        equal(&scene.image, &scene.replica);
+    }
+}
+
 #[test]
 fn it_grows_and_shrinks_with_its_source() {
     let Some(mut scene) = scene("a qcow2 replica of another size", 16 * MIB) else { return };
