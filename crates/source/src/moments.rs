@@ -295,7 +295,8 @@ impl Told {
         match &self.changes {
             ToldChanges::Unknown | ToldChanges::Bitmap { .. } => false,
             ToldChanges::Nothing => true,
-            ToldChanges::List(list) => kept.list == Some(Taken::of(list)),
+            // A bitmap is coarse, and is read anew: the same ranges may have been written to again.
+            ToldChanges::List(list) => !list.one_size && kept.list == Some(Taken::of(list)),
         }
     }
 
@@ -350,6 +351,12 @@ impl ChangeList {
         let (path, since) = (about.path.display(), &self.since);
         let name = told.name.as_deref().unwrap_or_default();
         let last = kept.and_then(|kept| kept.name.as_deref());
+        if last == Some(name) && self.one_size {
+            return refuse(format!(
+                "{path} is at the moment \"{name}\" already, and a bitmap does not tell whether it is the same one: give each moment a name of its own; \
+                 for another replica of that moment, pass --since \"{name}\" without --changes"
+            ));
+        }
         if last == Some(name) {
             return refuse(format!(
                 "{path} is at the moment \"{name}\" already, and another list led to it: give each moment a name of its own"

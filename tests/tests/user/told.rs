@@ -466,12 +466,14 @@ fn the_bitmap_that_an_export_offers_is_a_list() {
     disk.sync(&site, &other).code(4).says(&["does not offer qemu:dirty-bitmap:b1"]);
     let late = ["--as", "s2", "--since", "s1", "--changes", "qemu:dirty-bitmap:b0"];
     disk.sync(&site, &late).code(4).says(&["since \"s1\"", "the moment \"s0\""]);
-    // Tried, done, and once more.
-    for (options, blocks) in [(&["-n"][..], 48), (&[], 48), (&[], 0)] {
+    // Tried, and done.
+    for (options, blocks) in [(&["-n"][..], 48), (&[], 48)] {
         let summary = disk.sync(&site, &list).args(options).ok().summary();
         told_by(&summary, Path::new("qemu:dirty-bitmap:b0"));
         assert_eq!(summary["blocks_changed"], blocks, "{summary}");
     }
+    // The same blocks may be dirty again, with other content.
+    disk.sync(&site, &list).code(4).says(&["a bitmap does not tell", "--since \"s1\" without --changes"]);
     let shown = site.path("shown.raw");
     Run::new("qemu-img").args(["convert", "-f", "raw", "-O", "raw", &disk.uri]).arg(&shown).ok();
     assert_equal(&shown, &site.path("replica.raw"));
