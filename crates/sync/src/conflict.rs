@@ -90,7 +90,7 @@ pub enum Conflict {
     /// What is to be adopted is not a copy of the source.
     #[error(
         "{} of the {} of data that were compared in {} differ from source {}: it may be the wrong destination. Nothing was changed. If what it holds can be \
-         lost, \"dsync sync --adopt=overwrite\" overwrites it", device::human_size(*differing), device::human_size(*held), replica.display(), path.display()
+         lost, pass --adopt=overwrite", device::human_size(*differing), device::human_size(*held), replica.display(), path.display()
     )]
     Unlike {
         /// What is to be adopted.

@@ -1,12 +1,9 @@
 //! Before a destination is adopted: whether it is a copy of the source at all.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use compare::{Finding, Held, Scope};
 use delta::Method;
-use device::Disk;
-use link::{Receiver, Sender};
 use source::Handle;
 
 use crate::compared::Comparison;
@@ -15,7 +12,6 @@ use crate::error::SyncError;
 use crate::messages::{PLAN, Plan, Status};
 use crate::options::Unreadable;
 use crate::plan::Choice;
-use crate::report::Totals;
 use crate::transfer::Transfer;
 
 /// Larger disks are looked at in pieces, so that they need not be read twice.
@@ -25,19 +21,6 @@ const PIECES: u64 = 512;
 const PIECE: u64 = 128 << 10;
 /// Bytes of data from which on a sample tells.
 const ENOUGH: u64 = 4 << 20;
-
-/// A look at what a destination holds, before anything is sent to it.
-pub(crate) struct Look<'a> {
-    pub sender: &'a Sender,
-    pub receiver: &'a Receiver,
-    pub totals: &'a Totals<'a>,
-    /// The disk that it is compared with.
-    pub disk: Arc<dyn Disk>,
-    /// All of it, with the options of the comparison.
-    pub scope: Scope,
-    /// The number of the member in its group; 0 outside of one.
-    pub member: usize,
-}
 
 impl Transfer<'_> {
     /// Refuses to adopt a destination of whose data the larger part differs from the source. It is compared before the checkpoint, so that
@@ -53,30 +36,15 @@ impl Transfer<'_> {
         if !options.adopt || options.overwrite || !compares {
             return Ok(());
         }
-        let disk = handle.reader()?;
-        let scope = Scope {
-            hash: options.hash,
-            keep_going: options.unreadable >= Unreadable::SendAnew,
-            ..Scope::whole(disk.len(), handle.about().block_size)
-        };
-        let (sender, receiver, totals) = (self.sender, self.receiver, &self.totals);
-        let look = Look { sender, receiver, totals, disk, scope, member: self.member.0 };
-        look.refuse_unlike(handle, status)
-    }
-}
-
-impl Look<'_> {
-    /// Refuses a destination of whose data the larger part differs.
-    pub(crate) fn refuse_unlike(&self, handle: &Handle, status: &Status) -> Result<(), SyncError> {
-        let len = self.disk.len();
+        let (len, block_size) = (handle.reader()?.len(), handle.about().block_size);
+        let whole = Scope::whole(len, block_size);
         let mut found = Held::default();
         if len > SAMPLED {
-            let ranges = sample(len, handle.about().block_size);
-            found = self.held(Scope { ranges, ..self.scope.clone() })?;
+            found = self.held(handle, Scope { ranges: sample(len, block_size), ..whole.clone() })?;
         }
         // A sample of holes tells nothing, and holes are compared in no time.
         if found.bytes < ENOUGH {
-            found = self.held(self.scope.clone())?;
+            found = self.held(handle, whole)?;
         }
         let Held { bytes: held, differing } = found;
         if differing <= held / 2 {
@@ -86,12 +54,16 @@ impl Look<'_> {
         Err(Conflict::Unlike { replica, held, differing, path }.into())
     }
 
-    /// What the destination holds in the ranges of a scope.
-    fn held(&self, scope: Scope) -> Result<Held, SyncError> {
-        let (compare, member) = (Some(scope.clone()), self.member);
+    /// What the destination holds in these ranges.
+    fn held(&self, handle: &Handle, scope: Scope) -> Result<Held, SyncError> {
+        let options = self.options;
+        let scope =
+            Scope { hash: options.hash, keep_going: options.unreadable >= Unreadable::SendAnew, ..scope };
+        let (compare, member) = (Some(scope.clone()), self.member.0);
         self.sender.send_json(PLAN, &Plan { compare, looks_first: true, member, ..Plan::default() })?;
-        let (receiver, disk, totals) = (self.receiver, self.disk.clone(), self.totals);
-        let comparison = Comparison { receiver, disk, view: None, scope: &scope, fill: false, totals };
+        let (disk, totals) = (handle.reader()?, &self.totals);
+        let comparison =
+            Comparison { receiver: self.receiver, disk, view: None, scope: &scope, fill: false, totals };
         let mut all = Held::default();
         comparison.run(|finding| {
             if let Finding::Held(held) = finding {

@@ -51,7 +51,6 @@ use crate::plan::{refuse_diverged, refuse_emptied, refuse_foreign, refuse_other_
 use crate::read::FrameSize;
 use crate::report::{Progress, Totals};
 use crate::transfer::committed;
-use crate::unlike::Look;
 
 /// Options of a verification.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -423,12 +422,6 @@ impl<'a> Proof<'a> {
     ) -> Result<(), SyncError> {
         if !self.options.repair {
             return self.compare(sender, receiver, verified, totals, false);
-        }
-        if self.to_view && self.status.replica.changed.is_some() {
-            // What others wrote may be another disk under the replica's name.
-            let (disk, scope) = (self.view.clone(), self.scope.clone());
-            let look = Look { sender, receiver, totals, disk, scope, member: 0 };
-            look.refuse_unlike(self.handle, &self.status)?;
         }
         let plan = Plan { compare: Some(self.scope.clone()), delta: true, ..Plan::default() };
         sender.send_json(PLAN, &plan)?;

@@ -206,28 +206,6 @@ fn an_empty_file_is_not_adopted() {
     image::assert_equal(&scene.image, &scene.replica);
 }
 
-/// A repair mends damage: what is not the replica at all, under its name, it leaves.
-#[test]
-fn another_disk_in_a_replicas_place_is_not_repaired() {
-    let mut scene = Scene::new("another disk", 8 * MIB);
-    scene.sync(&[]).ok();
-    let verify = |scene: &Scene| {
-        let verify = scene.site.dsync(["verify", "--repair"]).arg(&scene.image).arg(&scene.replica);
-        verify.output()
-    };
-    image::scribble(&scene.replica, MIB, 64 << 10, &mut scene.random);
-    assert!(verify(&scene).status.success(), "what is mostly the replica is repaired");
-    image::assert_equal(&scene.image, &scene.replica);
-    image::scribble(&scene.replica, 0, 8 * MIB, &mut scene.random);
-    let before = fingerprints(&scene.replica);
-    let refused = verify(&scene);
-    assert_eq!(refused.status.code(), Some(4), "{refused}");
-    refused.says(&["wrong destination", "Nothing was changed", "\"dsync sync --adopt=overwrite\""]);
-    assert_eq!(before, fingerprints(&scene.replica));
-    scene.sync(&["--adopt=overwrite"]).ok();
-    image::assert_equal(&scene.image, &scene.replica);
-}
-
 #[test]
 fn a_device_with_other_content_is_not_adopted_without_a_word() {
     let what = "adopting a device";
