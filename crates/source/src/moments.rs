@@ -10,6 +10,7 @@
 //!   path; and after such an epoch they do not hold for that one.
 //! - **Again**: a list that was taken already is taken once more, and nothing is new. It is known by the name of its moment and by its ranges: of
 //!   two moments with one name and lists of the same ranges, the second counts as the first.
+//!   A bitmap of QEMU is refused then: it is read anew, and its ranges are so coarse that other writes leave them the same.
 
 use std::fs::File;
 use std::ops::Range;
