@@ -47,12 +47,6 @@ impl FeltFile {
     }
 }
 
-/// What was counted up to now, in the memory of the server itself.
-pub(crate) fn read(words: &[AtomicU64]) -> Felt {
-    let [ended, nanos] = [ENDED, NANOS].map(|word| words[word].load(Relaxed));
-    Felt { inside: crate::gate::inside(words), ended, nanos }
-}
-
 /// Counts a change that has ended.
 pub(crate) fn count(words: &[AtomicU64], took: Duration) {
     words[NANOS].fetch_add(took.as_nanos() as u64, Relaxed);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use device::{Clock, Folder, Mapping, StateFile};
 
 use crate::bitmap_file::raise;
-use crate::felt::{self, Felt, FeltFile};
+use crate::felt::{self, FeltFile};
 
 const NAME: &str = "served";
 
@@ -136,11 +136,6 @@ impl LastWriteTime {
     /// Counts a change that took this long.
     pub(crate) fn felt(&self, took: Duration) {
         felt::count(&self.mapping, took);
-    }
-
-    /// What writers have felt so far.
-    pub(crate) fn feels(&self) -> Felt {
-        felt::read(&self.mapping)
     }
 
     /// True if writes were in flight when the process died that had this open before.

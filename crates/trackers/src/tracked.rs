@@ -35,7 +35,7 @@ use extents::{Bitmap, OutOfMemory};
 
 use crate::bitmap_file::BitmapFile;
 use crate::cow_store::CowStore;
-use crate::felt::{Felt, Waits};
+use crate::felt::Waits;
 use crate::gate::{ClosedGates, Gate};
 use crate::intent::Intents;
 use crate::last_write_time::LastWriteTime;
@@ -638,11 +638,6 @@ impl TrackedDisk {
             .sweep(0, &s.gate, || Ok(()))
             .and_then(|()| s.served.sync())
             .map_err(self.failed("cannot drop the write-intent log"))
-    }
-
-    /// What its writers have felt so far.
-    pub fn felt(&self) -> Felt {
-        self.shared.served.feels()
     }
 
     /// Regions that a power cut now would make dirty, and bytes a region.
