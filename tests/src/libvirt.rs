@@ -114,28 +114,24 @@ impl Libvirt {
         run.arg(namespace).arg("--").arg(program)
     }
 
-    /// Defines a VM with these qcow2 images, `vda` first, and starts it. [`writer`] makes the first.
+    /// Defines a VM with these images, raw or qcow2 by their names, `vda` first, and starts it. [`writer`] makes the first.
     pub fn boot(&self, name: &str, images: &[&Path]) {
-        let disks: String = images
-            .iter()
-            .zip('a'..)
-            .map(|(image, letter)| {
-                format!(
-                    "<disk type='file' device='disk'><driver name='qemu' type='qcow2'/><source file='{}'/>\
-                     <target dev='vd{letter}' bus='virtio'/></disk>",
-                    image.display()
-                )
-            })
-            .collect();
-        let xml = self.folder.path().join(format!("{name}.xml"));
+        self.define(name, "", images);
+        self.on(name);
+    }
+
+    /// Defines a VM, with something more in its `<os>`.
+    pub fn define(&self, name: &str, os: &str, images: &[&Path]) {
+        let disks: String = images.iter().zip('a'..).map(|(image, letter)| disk(image, letter, "")).collect();
+        let xml = self.folder.path().join(format!("{}.xml", name.replace(['&', ' ', '\''], "-")));
         let text = format!(
-            "<domain type='qemu'><name>{name}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\
-             <os><type arch='x86_64' machine='pc'>hvm</type><boot dev='hd'/></os><devices>{disks}\
-             <memballoon model='none'/></devices></domain>"
+            "<domain type='qemu'><name>{}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\
+             <os><type arch='x86_64' machine='pc'>hvm</type>{os}</os><devices>{disks}\
+             <memballoon model='none'/></devices></domain>",
+            name.replace('&', "&amp;")
         );
         fs::write(&xml, text).expect("the VM");
         self.virsh(["define"]).arg(xml).ok();
-        self.on(name);
     }
 
     /// Starts a VM that is off, and waits until it writes.
@@ -199,6 +195,17 @@ impl Drop for Libvirt {
     }
 }
 
+/// A disk in the words of libvirt, with something more in it. The BIOS knows only those from which it may boot.
+pub fn disk(image: &Path, letter: char, more: &str) -> String {
+    let format = image.extension().and_then(|end| end.to_str()).unwrap_or("raw");
+    format!(
+        "<disk type='file' device='disk'><driver name='qemu' type='{format}'/><source file='{}'/>\
+         <target dev='vd{letter}' bus='virtio'/><boot order='{}'/>{more}</disk>",
+        image.display(),
+        u32::from(letter) - u32::from('`')
+    )
+}
+
 /// Kills the process of a file, and waits for its end.
 fn kill(file: &Path) {
     let Some(pid) = fs::read_to_string(file).ok().and_then(|id| Pid::from_raw(id.trim().parse().ok()?))
@@ -210,7 +217,7 @@ fn kill(file: &Path) {
     until("the process is gone", || fs::read_link(&place).is_err());
 }
 
-/// Makes a qcow2 image of 64 MiB with the boot sector that writes.
+/// Makes an image of 64 MiB, raw or qcow2 by its name, with the boot sector that writes.
 pub fn writer(site: &Site, name: &str) -> PathBuf {
     let raw = site.image(&format!("{name}.boot"), 64 << 20);
     let mut sector = [0; 512];
@@ -219,7 +226,36 @@ pub fn writer(site: &Site, name: &str) -> PathBuf {
     let file = fs::File::options().write(true).open(&raw).expect("the image");
     std::os::unix::fs::FileExt::write_all_at(&file, &sector, 0).expect("the boot sector");
     let image = site.path(name);
-    Run::new("qemu-img").args(["convert", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(&image).ok();
-    fs::remove_file(raw).expect("the raw image");
+    if name.ends_with(".qcow2") {
+        Run::new("qemu-img").args(["convert", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(&image).ok();
+        fs::remove_file(raw).expect("the raw image");
+    } else {
+        fs::rename(raw, &image).expect("the raw image");
+    }
     image
+}
+
+/// Holds the copies of the disks of a VM with two, which was booted once, against each other: each write that its guest made up to the last one is on
+/// its disk, and no other. Returns how many there were.
+///
+/// # Panics
+/// If they are of two moments, or a write is missing.
+pub fn one_moment(copies: [&Path; 2]) -> u32 {
+    let disks = copies.map(|copy| fs::read(copy).expect("a copy"));
+    let number = |disk: &[u8], at: usize| u32::from_le_bytes(disk[at..at + 4].try_into().expect("four bytes"));
+    let last = disks.iter().flat_map(|disk| (1 << 20..17 << 20).step_by(4096).map(|at| number(disk, at)));
+    let last = last.max().unwrap_or(0);
+    // What is behind a number of the guest's own is not looked at: a write begins with its number.
+    let mut expected = [vec![0; 4096], vec![0; 4096]];
+    for n in 1..=last {
+        let sector = (n as u16).wrapping_mul(293) & 0x7ff8;
+        expected[usize::from(n % 2 == 1)][usize::from(sector / 8)] = n;
+    }
+    for (disk, expected) in disks.iter().zip(&expected) {
+        for (block, n) in expected.iter().enumerate() {
+            let is = number(disk, (1 << 20) + block * 4096);
+            assert_eq!(is, *n, "block {block}, after write {last}");
+        }
+    }
+    last
 }

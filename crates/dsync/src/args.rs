@@ -111,6 +111,8 @@ pub(crate) enum Command {
         dsync sync vm near:/srv/vm.raw --save-there /srv/lost.delta\n      \
         the old source is back after a failover: save there what only it has,\n      \
         and send the differences\n  \
+        dsync sync vm:web1 backup:/srv/vms/\n      \
+        a VM of libvirt, with all its disks and its definition\n  \
         dsync sync --group db backup:/srv\n      \
         all disks of a group, as they were at one moment\n\n\
         One end may be on another host, where dsync is installed too. A path with a slash before its colon \
@@ -549,7 +551,7 @@ pub(crate) struct MomentArgs {
 impl MomentArgs {
     /// What is told of the moment; `None` if nothing is.
     pub(crate) fn told(&self, changes: ToldChanges) -> Option<Told> {
-        let told = Told { place: self.moment.clone(), name: self.called.clone(), changes };
+        let told = Told { place: self.moment.clone(), name: self.called.clone(), changes, group: None };
         (told.place.is_some() || told.name.is_some()).then_some(told)
     }
 }
@@ -588,6 +590,19 @@ impl ToldArgs {
         };
         Ok(self.at.told(changes))
     }
+}
+
+/// What a sync of a VM by its name leaves out, and where it takes room.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = METHOD)]
+pub(crate) struct MachineArgs {
+    /// With vm:NAME, leave out this disk of the VM, by its target such as vdb; may be repeated
+    #[arg(long, value_name = "DISK", value_parser = NonEmptyStringValueParser::new())]
+    pub without: Vec<String>,
+    /// With vm:NAME, the folder in which QEMU keeps what the VM overwrites during the sync [default: the folder of this QEMU in
+    /// /var/lib/libvirt/qemu]
+    #[arg(long, value_name = "DIR")]
+    pub scratch: Option<PathBuf>,
 }
 
 /// Where metrics are served.
@@ -944,10 +959,10 @@ impl From<StagesArg> for Stages {
 /// More than fifteen fields: they are the options of the command.
 #[derive(Debug, Args)]
 pub(crate) struct Sync {
-    /// Image, block device, or export name, on this host or on another
+    /// Image, block device, or export name, on this host or on another; vm:NAME for a VM of libvirt on this host, with all its disks
     #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
-    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the replicas
+    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With vm:NAME, and with --group, which has no SRC, the folder of the replicas
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Bring the replicas of all members of this group to one moment; they have the names of the members' files
@@ -977,6 +992,8 @@ pub(crate) struct Sync {
     pub begin: BeginArgs,
     #[command(flatten)]
     pub told: ToldArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
     #[command(flatten)]
     pub consent: ConsentArgs,
     #[command(flatten)]

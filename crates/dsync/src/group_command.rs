@@ -30,9 +30,6 @@ const TOLD_EVERY: Duration = Duration::from_secs(1);
 
 /// Refuses what a group cannot do.
 fn check(args: &args::Sync) -> Result<(), Failure> {
-    if args.destination.is_some() {
-        return Err(Failure::usage(ALONE));
-    }
     if args.commit != CommitArg::Journal {
         return Err(Failure::usage("the replicas of a group are committed by their journals: omit --commit"));
     }
@@ -42,9 +39,67 @@ fn check(args: &args::Sync) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Attaches to the members of a group.
-fn attach(name: &str, args: &args::Sync, state: &StateDir) -> Result<GroupHandle> {
-    Ok(sync::attach_group(state, name, &crate::source_options(&args.open)?)?)
+/// A sync of a group, with what its user asks of it.
+pub(crate) struct GroupSync<'a> {
+    destination: Location,
+    args: &'a args::Sync,
+    options: SyncOptions,
+    /// What is told of the cut.
+    pub hook: Option<Arc<Hook>>,
+    state: &'a StateDir,
+    output: &'a Output,
+}
+
+impl<'a> GroupSync<'a> {
+    /// A sync to this folder.
+    ///
+    /// # Errors
+    /// Bad usage.
+    pub(crate) fn new(
+        (name, folder): (&str, &str),
+        args: &'a args::Sync,
+        steering: &Steering,
+        state: &'a StateDir,
+        output: &'a Output,
+    ) -> Result<GroupSync<'a>> {
+        check(args)?;
+        let destination = Location::folder(folder)?;
+        let hook = sync_command::hook(&args.live.hook, name, folder);
+        let options = sync_command::options(args, steering, destination.host.is_some())?;
+        let give_up = args.consent.give_up(destination.host.is_some())?;
+        let options = SyncOptions { give_up, ..options };
+        Ok(GroupSync { destination, args, options, hook, state, output })
+    }
+
+    /// Brings the replicas of a group to one moment, with the hook around its cut. `None` if what would be sent is known only once the replicas give up what
+    /// they have.
+    ///
+    /// # Errors
+    /// What refuses one of them refuses all.
+    pub(crate) fn run(&self, group: GroupHandle, hook: bool) -> Result<Option<(GroupSummary, Vec<Summary>)>> {
+        let (args, output, destination) = (self.args, self.output, &self.destination);
+        let hooked = self.hook.clone().filter(|_| hook).map(|hook| hook as Arc<dyn CutHook>);
+        let mut options = SyncOptions { hook: hooked, ..self.options.clone() };
+        let (dir, shown) = destination.place()?;
+        group.members().iter().for_each(|handle| effect::on_size(&handle.into(), output));
+        let progress = |done, total| output.progress(done, total);
+        let pushed = (|| -> Result<_> {
+            if give_up(&group, destination, (args, &mut options), self.state, output)? {
+                return Ok(None);
+            }
+            let (link, receiving) = destination.connect(&args.far, self.state)?;
+            let pushed = sync::push_group(&group, link, &dir, &shown, &options, &progress);
+            if let Some(receiving) = receiving {
+                let _ = receiving.join();
+            }
+            Ok(Some(pushed.map_err(|error| destination.named(error))?))
+        })();
+        output.finish();
+        let closed: Result<(), SourceError> = group.close();
+        let pushed = pushed?;
+        closed?;
+        Ok(pushed)
+    }
 }
 
 /// Runs the command; its exit code.
@@ -55,34 +110,14 @@ pub(crate) fn sync(
     state: &StateDir,
     output: &Output,
 ) -> Result<u8> {
-    check(args)?;
-    let destination = Location::folder(&args.source)?;
-    let hook = sync_command::hook(&args.live.hook, name, &args.source);
-    let options = sync_command::options(args, steering, destination.host.is_some())?;
-    let give_up = args.consent.give_up(destination.host.is_some())?;
-    let hooked = hook.clone().map(|hook| hook as Arc<dyn CutHook>);
-    let mut options = SyncOptions { hook: hooked, give_up, ..options };
-    let (dir, shown) = destination.place()?;
-    let group = attach(name, args, state)?;
-    group.members().iter().for_each(|handle| effect::on_size(&handle.into(), output));
-    let progress = |done, total| output.progress(done, total);
-    let pushed = (|| -> Result<_> {
-        if self::give_up(&group, &destination, (args, &mut options), state, output)? {
-            return Ok(None);
-        }
-        let (link, receiving) = destination.connect(&args.far, state)?;
-        let pushed = sync::push_group(&group, link, &dir, &shown, &options, &progress);
-        if let Some(receiving) = receiving {
-            let _ = receiving.join();
-        }
-        Ok(Some(pushed.map_err(|error| destination.named(error))?))
-    })();
-    output.finish();
-    hook.inspect(|hook| hook.end(pushed.is_ok(), output));
-    let closed: Result<(), SourceError> = group.close();
-    let pushed = pushed?;
-    closed?;
-    match pushed {
+    if args.destination.is_some() {
+        return Err(Failure::usage(ALONE).into());
+    }
+    let sync = GroupSync::new((name, &args.source), args, steering, state, output)?;
+    let group = sync::attach_group(state, name, &crate::source_options(&args.open)?)?;
+    let pushed = sync.run(group, true);
+    sync.hook.inspect(|hook| hook.end(pushed.is_ok(), output));
+    match pushed? {
         Some((summary, members)) => tell(&summary, &members, output),
         None => output.say(&format!("group {name}: what would be sent is known once that is given up")),
     }

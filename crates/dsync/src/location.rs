@@ -11,6 +11,7 @@ use sync::{Pull, PullContext, SourceInfo, SourceRequest, SyncError, Task, Way};
 use crate::args::{FarArgs, SourceArgs};
 use crate::failure::{self, Failure};
 use crate::far::{self, Reach};
+use crate::machine_name;
 use crate::output::Output;
 
 /// The ends of a sync. At most one of them is on another host.
@@ -42,6 +43,7 @@ impl Location {
                 "invalid source or destination \"{text}\": {why}, or ./{text} for a local file of that name"
             ))
         };
+        machine_name::refuse_name(text)?;
         if text.starts_with("tls://") {
             return Location::parse_tls(text).ok_or_else(|| {
                 Failure::usage(format!(

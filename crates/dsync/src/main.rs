@@ -26,6 +26,8 @@ mod job_copies;
 mod key;
 mod local;
 mod location;
+mod machine;
+mod machine_name;
 mod manual;
 mod membership;
 mod metrics;
@@ -177,15 +179,17 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
                 eprintln!();
                 output.error(&format!("{message}{}", cost()), failure::INTERRUPTED);
             }
+            machine::end_interrupted();
         })?;
     }
     match &cli.command {
         Command::Sync(args) => {
             let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
             let told = args.told.read()?;
-            return until_free(&args.run.wait, output, || match &args.group {
-                Some(group) => group_command::sync(group, args, &steering, &state, output),
-                None => sync_command::run(args, &told, &steering, &state, output),
+            return until_free(&args.run.wait, output, || match (machine_name::named(&args.source), &args.group) {
+                (Some(name), _) => machine::sync(name, args, &steering, &state, output),
+                (None, Some(group)) => group_command::sync(group, args, &steering, &state, output),
+                (None, None) => sync_command::run(args, &told, &steering, &state, output),
             });
         }
         Command::Mirror(args) => match &args.group {

@@ -17,12 +17,13 @@ use crate::effect;
 use crate::failure::{self, FAILED, Failure};
 use crate::hook::Hook;
 use crate::location::{Ends, Location};
+use crate::machine_name;
 use crate::output::Output;
 use crate::steering::{self, Steering};
 use crate::units;
 
 /// What a summary says of a sync by the record alone.
-const TRACKED: &str = "tracked";
+pub(crate) const TRACKED: &str = "tracked";
 
 /// How long a hook may take, unless its user says otherwise.
 const HOOK_LIMIT: Duration = Duration::from_secs(60);
@@ -76,6 +77,7 @@ pub(crate) fn run(
     state: &StateDir,
     output: &Output,
 ) -> Result<u8> {
+    machine_name::refuse_options(&args.machine)?;
     let named = args.destination.as_deref().unwrap_or_default();
     let ends = Ends::parse(&args.source, named)?;
     let options = options(args, steering, ends.far().is_some())?;

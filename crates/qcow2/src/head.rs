@@ -117,6 +117,11 @@ impl Head {
         })
     }
 
+    /// The same of one that is only read: whether its bitmaps are kept up is the concern of who writes.
+    pub fn refusal_of_reader(&self) -> Option<(&'static str, &'static str)> {
+        Head { bitmaps: false, ..*self }.refusal()
+    }
+
     /// The same of one that is to be a replica.
     pub fn refusal_of_replica(&self) -> Option<(&'static str, &'static str)> {
         // They would keep what dsync writes over, and a return to one would look like a foreign write.
@@ -168,6 +173,8 @@ mod tests {
         {
             let (_, served, _) = why(name);
             assert!(served.is_some_and(|why| why.contains(word)), "{name}: {served:?}");
+            let head = Head::of(&File::open(at(name)).unwrap()).unwrap().unwrap();
+            assert_eq!(head.refusal_of_reader().is_none(), name == "bitmap", "{name}");
         }
         // What only a crash of QEMU leaves.
         create("marked", "compat=1.1");

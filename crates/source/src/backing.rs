@@ -198,7 +198,8 @@ pub(crate) fn open_image(path: &Path, access: Use, serves: Option<&Path>) -> Res
     let opened = File::options().read(true).write(access == Use::Write).open(path);
     let file = opened.map_err(SourceError::state("open", path))?;
     let head = Head::of(&file).map_err(SourceError::state("read", path))?;
-    let refusal = head.as_ref().map_or(Some(("it is no qcow2 file any more", "restore it")), Head::refusal);
+    let refuses = if access == Use::Read { Head::refusal_of_reader } else { Head::refusal };
+    let refusal = head.as_ref().map_or(Some(("it is no qcow2 file any more", "restore it")), refuses);
     if let Some((why, way_out)) = refusal {
         return Err(SourceError::Refused(format!("{} cannot be a source: {why}: {way_out}", path.display())));
     }

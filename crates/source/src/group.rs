@@ -197,7 +197,7 @@ pub(crate) fn record_cut(name: &str, members: &[(&dyn Folder, Epoch)]) -> Result
     Ok(cut)
 }
 
-fn in_another(path: &Path, group: &str) -> SourceError {
+pub(crate) fn in_another(path: &Path, group: &str) -> SourceError {
     let path = path.display();
     SourceError::Refused(format!(
         "{path} is in the group {group}: take it out first, with \"dsync forget --group {group} {path}\""

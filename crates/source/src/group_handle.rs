@@ -5,7 +5,7 @@ use delta::Epoch;
 use extents::Bitmap;
 
 use crate::SourceError;
-use crate::group::{Membership, check_name, record_commit, record_cut};
+use crate::group::{Membership, check_name, in_another, join_in, record_commit, record_cut};
 use crate::handle::Handle;
 use crate::live::{Cut, CutOptions, Live};
 use crate::view::View;
@@ -16,6 +16,8 @@ pub struct GroupHandle {
     members: Vec<Handle>,
     /// What the replica of each member is called.
     files: Vec<String>,
+    /// Its members join it at the cut: they are not of it by what their folders say.
+    joins: bool,
 }
 
 impl GroupHandle {
@@ -30,14 +32,42 @@ impl GroupHandle {
             Ok::<_, SourceError>(group.file_of(&member.about().path))
         };
         let files = members.iter().map(file).collect::<Result<_, _>>()?;
-        let group = GroupHandle { name: name.to_owned(), members, files };
-        match group.refusal() {
-            None => Ok(group),
+        GroupHandle { name: name.to_owned(), members, files, joins: false }.checked()
+    }
+
+    /// A group of these sources, each with what its replica is called. Those that are not members yet become so at the first cut.
+    ///
+    /// # Errors
+    /// `Refused` if they cannot be cut at one moment, or one is in another group.
+    pub fn joining(name: &str, members: Vec<(Handle, String)>) -> Result<GroupHandle, SourceError> {
+        check_name(name)?;
+        for (member, _) in &members {
+            let other = Membership::read(member.folder())?.filter(|group| group.name != name);
+            other.map_or(Ok(()), |group| Err(in_another(&member.about().path, &group.name)))?;
+        }
+        let (members, files) = members.into_iter().unzip();
+        GroupHandle { name: name.to_owned(), members, files, joins: true }.checked()
+    }
+
+    fn checked(self) -> Result<GroupHandle, SourceError> {
+        match self.refusal() {
+            None => Ok(self),
             Some(why) => {
-                group.close()?;
+                self.close()?;
                 Err(SourceError::Refused(why))
             }
         }
+    }
+
+    /// Makes members of those that are not yet.
+    fn join(&self) -> Result<(), SourceError> {
+        for (member, file) in self.members.iter().zip(&self.files).filter(|_| self.joins) {
+            let group = Membership { file: Some(file.clone()), ..Membership::first(&self.name) };
+            // Of one promotion with the others, which are here as well.
+            let promotion = |_: &str| Ok(Vec::new());
+            join_in(member.folder(), &member.about().path, group, &promotion)?;
+        }
+        Ok(())
     }
 
     fn refusal(&self) -> Option<String> {
@@ -91,6 +121,7 @@ impl GroupHandle {
         if first.is_served() {
             return first.cut_together(&self.members);
         }
+        self.join()?;
         let views = self.members.iter().map(|member| member.view(false)).collect::<Result<Vec<_>, _>>()?;
         let folders = self.members.iter().map(Handle::folder);
         let folders: Vec<_> = folders.zip(&views).map(|(folder, view)| (folder, view.epoch())).collect();

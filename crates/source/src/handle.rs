@@ -88,8 +88,8 @@ impl Handle {
 
     /// Refuses what others say of a disk whose writes are recorded here.
     fn unless_told(self, options: &SourceOptions) -> Result<Handle, SourceError> {
-        match options.told {
-            Some(_) => Err(moments::refuse_recorded(&self.about.path)),
+        match &options.told {
+            Some(told) => Err(moments::refuse_recorded(&self.about.path, told)),
             None => Ok(self),
         }
     }
@@ -597,11 +597,12 @@ impl Handle {
     }
 }
 
-/// Refuses what others say of a disk of a group.
+/// Refuses what others say of a disk of a group, unless it is said of the moment of that group.
 fn refuse_member(state: &StateDir, what: &str, options: &SourceOptions) -> Result<(), SourceError> {
-    let Some((place, about)) = state.source(what)?.filter(|_| options.told.is_some()) else { return Ok(()) };
+    let Some(told) = &options.told else { return Ok(()) };
+    let Some((place, about)) = state.source(what)? else { return Ok(()) };
     let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
-    let group = Membership::read(&folder)?;
+    let group = Membership::read(&folder)?.filter(|group| told.group.as_ref() != Some(&group.name));
     group.map_or(Ok(()), |group| Err(moments::refuse_member(&about.path, &group.name)))
 }
 

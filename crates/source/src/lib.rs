@@ -90,7 +90,7 @@ pub use history::trail::{Step, Trail, leave_trail, note_step};
 pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
 pub use lives::lives;
-pub use moments::{ChangeList, LastMoment, Told, ToldChanges, moment_of};
+pub use moments::{ChangeList, LastMoment, Told, ToldChanges, last_moment, moment_of};
 pub use overwritten::overwritten;
 pub use peek::{KeptClone, Written, doubt, lost, was_served, written_since};
 pub use source::{BatchChanges, Checkpoint, SharedView, Source, SourceOptions};

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use delta::Epoch;
-use device::{Boot, DeviceErrorKind, Disk, DiskKind, Folder, Identity, WriteWatch};
+use device::{Boot, DeviceErrorKind, Dir, Disk, DiskKind, Folder, Identity, WriteWatch};
 use extents::Extents;
 use qcow2::Head;
 use serde::{Deserialize, Serialize};
@@ -28,7 +28,7 @@ use crate::clones;
 use crate::history::History;
 use crate::json::{read_json, write_json};
 use crate::stamp::Verdict;
-use crate::state::About;
+use crate::state::{About, StateDir};
 use crate::{Gap, SourceError};
 
 const NAME: &str = "moments";
@@ -42,6 +42,8 @@ pub struct Told {
     pub name: Option<String>,
     /// What was written up to it.
     pub changes: ToldChanges,
+    /// The group of which this is the moment of one disk. A list that does not fit is no error then: that disk is compared.
+    pub group: Option<String>,
 }
 
 /// What is said of the writes to a source since its last epoch.
@@ -50,6 +52,8 @@ pub enum ToldChanges {
     /// Nothing is.
     #[default]
     Unknown,
+    /// Nobody knows, for this reason.
+    Lost(String),
     /// There were none: it is the moment of that epoch.
     Nothing,
     /// They are in a list.
@@ -126,6 +130,16 @@ pub fn moment_of(folder: &dyn Folder, epoch: Option<Epoch>) -> Result<Option<Las
     Ok(kept(folder, epoch)?.map(|Kept { name, elsewhere, .. }| LastMoment { name, elsewhere }))
 }
 
+/// What others have said of the moment of the last epoch of the source at a path; `None` if it is no source, or nothing was said.
+///
+/// # Errors
+/// If its state cannot be read.
+pub fn last_moment(state: &StateDir, path: &Path) -> Result<Option<LastMoment>, SourceError> {
+    let Some((place, _)) = state.source(&path.to_string_lossy())? else { return Ok(None) };
+    let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
+    moment_of(&folder, History::read(&folder)?.last())
+}
+
 /// Why the disk at the source's path is not what its last epoch ends with: that was read elsewhere.
 pub(crate) fn elsewhere(folder: &dyn Folder, last: Option<Epoch>) -> Result<Option<Gap>, SourceError> {
     let kept = kept(folder, last)?.filter(|kept| kept.elsewhere);
@@ -152,7 +166,14 @@ pub(crate) fn identity(path: &Path, size: u64) -> Result<Identity, SourceError> 
 }
 
 /// Why nobody else has to say what was written to a source.
-pub(crate) fn refuse_recorded(path: &Path) -> SourceError {
+pub(crate) fn refuse_recorded(path: &Path, told: &Told) -> SourceError {
+    if let Some(group) = &told.group {
+        return SourceError::Refused(format!(
+            "dsync itself records what is written to {0} (it is served, or tracked with \"dsync track add\"), and the group {group} is followed \
+             by another program: end that with \"dsync track remove {0}\", or leave the disk out",
+            path.display()
+        ));
+    }
     SourceError::Refused(format!(
         "dsync itself records what is written to {} (it is served, or tracked with \"dsync track add\"): omit --changes, --moment and --as",
         path.display()
@@ -197,7 +218,7 @@ impl NewMoment {
         size: u64,
     ) -> Result<NewMoment, SourceError> {
         if clones::are_kept(&*state)? {
-            return Err(refuse_recorded(&about.path));
+            return Err(refuse_recorded(&about.path, told));
         }
         let last = history.last();
         let kept = kept(&*state, last)?;
@@ -209,16 +230,20 @@ impl NewMoment {
             _ if is_last => return Err(told.other_size(about, was, size)),
             ToldChanges::Nothing => return Err(told.not_at(about, kept.as_ref())),
             ToldChanges::Bitmap { .. } => Err("its bitmap was not read".into()),
-            ToldChanges::List(list) => {
-                list.check(told, about, kept.as_ref(), (was, size))?;
-                // What the disk has more than it had is new.
-                Ok(list.ranges.iter().chain((was < size).then_some(was..size)).collect())
-            }
+            ToldChanges::Lost(why) => Err(why.clone().into()),
+            ToldChanges::List(list) => match list.gap(kept.as_ref(), (was, size)) {
+                Some(why) if told.group.is_some() => Err(why),
+                _ => {
+                    list.check(told, about, kept.as_ref(), (was, size))?;
+                    // What the disk has more than it had is new.
+                    Ok(list.ranges.iter().chain((was < size).then_some(was..size)).collect())
+                }
+            },
         };
         let list = match (&told.changes, kept) {
             (ToldChanges::List(list), _) => Some(Taken::of(list)),
             (ToldChanges::Nothing, kept) => kept.and_then(|kept| kept.list),
-            (ToldChanges::Unknown | ToldChanges::Bitmap { .. }, _) => None,
+            (ToldChanges::Unknown | ToldChanges::Lost(_) | ToldChanges::Bitmap { .. }, _) => None,
         };
         let (name, elsewhere) = (told.name.clone(), told.place.is_some());
         Ok(NewMoment { state, name, elsewhere, list, since, is_last, epoch: None })
@@ -274,7 +299,14 @@ impl Told {
     /// If there is no such bitmap, or it is of another disk.
     pub(crate) fn listed(&self, backing: &dyn Backing, about: &About) -> Result<Told, SourceError> {
         let ToldChanges::Bitmap { since, context } = &self.changes else { return Ok(self.clone()) };
-        let (ranges, size) = (backing.bitmap(context)?, about.identity.size);
+        let size = about.identity.size;
+        let ranges = match backing.bitmap(context) {
+            Err(error) if self.group.is_some() && error.is_refusal() => {
+                let changes = ToldChanges::Lost(format!("its moment does not offer {context}"));
+                return Ok(Told { changes, ..self.clone() });
+            }
+            read => read?,
+        };
         let image = qcow2_size(&about.path)?;
         if let Some(image) = image.filter(|image| *image != size) {
             return Err(SourceError::Refused(format!(
@@ -294,7 +326,7 @@ impl Told {
             return false;
         };
         match &self.changes {
-            ToldChanges::Unknown | ToldChanges::Bitmap { .. } => false,
+            ToldChanges::Unknown | ToldChanges::Lost(_) | ToldChanges::Bitmap { .. } => false,
             ToldChanges::Nothing => true,
             // A bitmap is coarse, and is read anew: the same ranges may have been written to again.
             ToldChanges::List(list) => !list.one_size && kept.list == Some(Taken::of(list)),
@@ -340,6 +372,14 @@ fn said(kept: Option<&Kept>) -> String {
 }
 
 impl ChangeList {
+    /// Why it does not tell what was written since the last epoch.
+    fn gap(&self, kept: Option<&Kept>, (was, size): (u64, u64)) -> Option<Gap> {
+        match kept.and_then(|kept| kept.name.as_ref()) == Some(&self.since) {
+            false => Some(format!("the list counts from \"{}\", and its last epoch is {}", self.since, said(kept)).into()),
+            true => (self.one_size && was != size).then_some(Gap::Resized),
+        }
+    }
+
     /// Checks that it counts from the last epoch, and is within the disk. `was` is the size at that epoch, `size` the present one.
     fn check(
         &self,

@@ -109,6 +109,11 @@ impl SourceOptions {
         self.told.as_ref()?.place.as_deref()
     }
 
+    /// True if what is recorded is of the file, whatever is in it. The moment of a group is that of its disks.
+    fn is_of_file(&self) -> bool {
+        self.clones || self.told.as_ref().is_some_and(|told| told.group.is_none())
+    }
+
     /// How its disk is tracked. `lost`: what was written is not known, so nothing can be lost by a smaller disk.
     fn settings(&self, block_size: u32, lost: bool, clock: Clock) -> Settings {
         let allow_shrink = self.allow_shrink || lost;
@@ -1151,7 +1156,7 @@ fn format_of(path: &Path, known: Option<&About>, options: &SourceOptions) -> Res
     let Some(known) = known else { return Ok(options.format.unwrap_or_default()) };
     let contradicts = match options.format.filter(|asked| *asked != known.format) {
         Some(asked) => format!("and --format {asked} was given"),
-        None if (options.clones || options.told.is_some()) && !known.format.is_raw() => {
+        None if options.is_of_file() && !known.format.is_raw() => {
             "of which \"dsync serve\" records what is written to the disk; clones and lists of changes are of the file"
                 .to_owned()
         }

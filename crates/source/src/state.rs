@@ -277,6 +277,11 @@ impl StateDir {
         self.root.join("fetches")
     }
 
+    /// The folder for what machines need besides their disks.
+    pub fn machines_folder(&self) -> PathBuf {
+        self.root.join("machines")
+    }
+
     /// The folder for this site's key and those that it trusts.
     pub fn keys_folder(&self) -> PathBuf {
         self.root.join("keys")

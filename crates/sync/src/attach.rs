@@ -77,6 +77,43 @@ pub fn follow_group(state: &StateDir, name: &str) -> Result<GroupHandle, SyncErr
     })
 }
 
+/// A disk of a group of which somebody else says what was written to it.
+#[derive(Debug, Clone)]
+pub struct ToldMember {
+    /// The path of its source.
+    pub path: PathBuf,
+    /// What its replica is called, if it is not a member yet.
+    pub file: String,
+    /// How it is opened: with the moment that is read, unless the disk is at rest.
+    pub options: SourceOptions,
+}
+
+/// Attaches to the disks that are the members of a group by what its user says, such as those of a machine. Those that are not members yet become so
+/// at the first cut; those that no longer are stay members until they are taken out.
+///
+/// # Errors
+/// As for [`attach`]; `Refused` by a source that is in another group.
+pub fn attach_told_group(
+    state: &dyn Site,
+    name: &str,
+    members: &[ToldMember],
+) -> Result<GroupHandle, SyncError> {
+    source::check_name(name)?;
+    let known = state.group_members(name)?;
+    known.iter().try_for_each(|(_, about, _)| refuse_unfinished(&about.path, state))?;
+    source::check_promotion(name, &known)?;
+    let mut handles = Vec::new();
+    for member in members {
+        let options = SourceOptions { at_rest: true, ..member.options.clone() };
+        let handle = attach(state, &member.path.to_string_lossy(), &options)?;
+        let uuid = handle.about().uuid;
+        let known = known.iter().find(|(_, about, _)| about.uuid == uuid);
+        let file = known.map_or_else(|| member.file.clone(), |(_, about, group)| group.file_of(&about.path));
+        handles.push((handle, file));
+    }
+    Ok(GroupHandle::joining(name, handles)?)
+}
+
 fn attach_members(
     state: &dyn Site,
     name: &str,

@@ -85,7 +85,7 @@ mod verify;
 pub use account::count_failure;
 pub use allowed_paths::AllowedPaths;
 pub use apart::give_up_member;
-pub use attach::{attach, attach_group, follow, follow_group, resized};
+pub use attach::{ToldMember, attach, attach_group, attach_told_group, follow, follow_group, resized};
 pub use batching::Batching;
 pub use conflict::{Conflict, Diverged, Divergence, Since, with_ends};
 pub use cut_hook::CutHook;

@@ -24,6 +24,7 @@ mod kills;
 mod libvirt;
 mod limits;
 mod live;
+mod machine;
 mod matrix;
 mod metrics;
 mod mirror;

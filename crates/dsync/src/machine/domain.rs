@@ -1,0 +1,217 @@
+//! What a domain of libvirt is made of, by its own text: its disks, and for each whether it can be followed.
+
+use std::path::PathBuf;
+
+use roxmltree::{Document, Node};
+
+use crate::failure::Failure;
+
+/// A domain.
+#[derive(Debug)]
+pub(super) struct Domain {
+    pub name: String,
+    pub uuid: String,
+    /// Its number while it runs.
+    pub id: Option<String>,
+    pub disks: Vec<Disk>,
+    /// The file of its NVRAM.
+    pub nvram: Option<PathBuf>,
+    /// What else it needs to start, and is not copied.
+    pub also: Vec<&'static str>,
+}
+
+/// A disk of a domain.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Disk {
+    /// As the domain calls it, such as `vda`.
+    pub target: String,
+    pub answer: Answer,
+}
+
+/// What is done with a disk.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    Followed(Image),
+    /// It is no part of the copy, for this reason.
+    LeftOut(&'static str),
+    /// It cannot be copied, for this reason; only its user can leave it out.
+    Refused(String),
+}
+
+/// What a disk is kept on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Image {
+    pub path: PathBuf,
+    pub is_qcow2: bool,
+    /// It has a file beneath, as after a snapshot.
+    pub is_overlay: bool,
+}
+
+impl Domain {
+    /// Reads the text of a domain.
+    ///
+    /// # Errors
+    /// If it is not one.
+    pub(super) fn read(text: &str) -> Result<Domain, Failure> {
+        let unread =
+            |why: &str| Failure::failed(format!("the XML that libvirt gives of the VM cannot be read: {why}"));
+        let document = Document::parse(text).map_err(|error| unread(&error.to_string()))?;
+        let root = document.root_element();
+        let own = |name| child(root, name).and_then(|node| node.text()).map(str::to_owned);
+        let (Some(name), Some(uuid)) = (own("name"), own("uuid")) else {
+            return Err(unread("it has no name and UUID"));
+        };
+        let devices = child(root, "devices");
+        let nodes = devices.iter().flat_map(|devices| children(*devices, "disk"));
+        let disks = nodes.map(disk).collect::<Option<Vec<_>>>();
+        let disks = disks.ok_or_else(|| unread("a disk has no target"))?;
+        let nvram = child(root, "os").and_then(|os| child(os, "nvram"));
+        let file = |node: Node<'_, '_>| {
+            let named = child(node, "source").and_then(|source| source.attribute("file"));
+            named.or(node.text()).map(str::trim).filter(|path| path.starts_with('/')).map(PathBuf::from)
+        };
+        let emulated = |tpm: &Node<'_, '_>| {
+            child(*tpm, "backend").is_some_and(|backend| backend.attribute("type") == Some("emulator"))
+        };
+        let tpm = devices.and_then(|devices| child(devices, "tpm")).filter(emulated);
+        let also = tpm.map(|_| "the state of its TPM").into_iter();
+        let nvram_of_other =
+            nvram.filter(|node| file(*node).is_none()).map(|_| "its NVRAM, which is not in a file");
+        Ok(Domain {
+            name,
+            uuid,
+            id: root.attribute("id").map(str::to_owned),
+            disks,
+            nvram: nvram.and_then(file),
+            also: also.chain(nvram_of_other).collect(),
+        })
+    }
+
+    /// The disks that are followed.
+    pub(super) fn followed(&self) -> impl Iterator<Item = (&str, &Image)> {
+        self.disks.iter().filter_map(|disk| match &disk.answer {
+            Answer::Followed(image) => Some((disk.target.as_str(), image)),
+            _ => None,
+        })
+    }
+}
+
+fn children<'a, 'b>(node: Node<'a, 'b>, name: &'static str) -> impl Iterator<Item = Node<'a, 'b>> {
+    node.children().filter(move |child| child.has_tag_name(name))
+}
+
+fn child<'a, 'b>(node: Node<'a, 'b>, name: &'static str) -> Option<Node<'a, 'b>> {
+    children(node, name).next()
+}
+
+/// A disk; `None` if it has no name that can be used.
+fn disk(node: Node<'_, '_>) -> Option<Disk> {
+    let target = child(node, "target")?.attribute("dev")?;
+    let plain = !target.is_empty() && target.chars().all(|c| c.is_ascii_alphanumeric());
+    plain.then(|| Disk { target: target.to_owned(), answer: answer(node) })
+}
+
+fn answer(node: Node<'_, '_>) -> Answer {
+    let has = |name| child(node, name).is_some();
+    let refused = |why: &str| Answer::Refused(why.to_owned());
+    match node.attribute("device").unwrap_or("disk") {
+        "cdrom" => return Answer::LeftOut("a CD-ROM"),
+        "floppy" => return Answer::LeftOut("a floppy disk"),
+        "lun" => return refused("a LUN, to which its guest sends commands that QEMU does not see"),
+        _ if has("readonly") => return Answer::LeftOut("read-only: copy it by itself"),
+        _ if has("transient") => {
+            return Answer::LeftOut("transient: what is written to it is thrown away");
+        }
+        _ if has("shareable") => return refused("shared with other VMs, whose writes are of other moments"),
+        _ => {}
+    }
+    let source = child(node, "source");
+    let kind = node.attribute("type").unwrap_or("file");
+    let attribute = |name| source.and_then(|source| source.attribute(name));
+    let path = match kind {
+        "file" => attribute("file"),
+        "block" => attribute("dev"),
+        other => return Answer::Refused(format!("of the type \"{other}\", and not a file or a block device of this host")),
+    };
+    let Some(path) = path else { return Answer::LeftOut("empty") };
+    let within = |name| source.is_some_and(|source| child(source, name).is_some());
+    if has("encryption") || within("encryption") {
+        return refused("encrypted by QEMU");
+    }
+    if within("slices") {
+        return refused("a slice of a file");
+    }
+    let format = child(node, "driver").and_then(|driver| driver.attribute("type")).unwrap_or("raw");
+    let is_overlay =
+        child(node, "backingStore").is_some_and(|store| store.attribute("type").is_some());
+    match format {
+        "qcow2" | "raw" => {
+            Answer::Followed(Image { path: path.into(), is_qcow2: format == "qcow2", is_overlay })
+        }
+        other => Answer::Refused(format!("of the format {other}, and not raw or qcow2")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn domain(devices: &str) -> Domain {
+        let text = format!(
+            "<domain type='kvm' id='7'><name>a &amp; b</name><uuid>8f3a1c1e-0000-4000-8000-000000000001</uuid>\
+             <os><nvram template='/usr/share/OVMF/OVMF_VARS.fd'>/var/lib/nvram/a_VARS.fd</nvram></os>\
+             <devices>{devices}</devices></domain>"
+        );
+        Domain::read(&text).unwrap()
+    }
+
+    fn answer_of(disk: &str) -> Answer {
+        let disk = format!("{disk}<target dev='vda' bus='virtio'/></disk>");
+        domain(&disk).disks.remove(0).answer
+    }
+
+    #[test]
+    fn each_kind_of_disk_has_an_answer() {
+        let image = |path: &str, is_qcow2, is_overlay| {
+            Answer::Followed(Image { path: path.into(), is_qcow2, is_overlay })
+        };
+        let source = "<source file='/i/a&apos;s.img' index='1'/>";
+        let qcow2 = "<driver name='qemu' type='qcow2'/>";
+        let file = |rest: &str| answer_of(&format!("<disk type='file' device='disk'>{qcow2}{source}{rest}"));
+        assert_eq!(file("<backingStore/>"), image("/i/a's.img", true, false));
+        let overlay = "<backingStore type='file'><format type='raw'/><source file='/i/base'/></backingStore>";
+        assert_eq!(file(overlay), image("/i/a's.img", true, true));
+        let block = "<disk type='block' device='disk'><driver name='qemu' type='raw'/><source dev='/dev/vg/a'/>";
+        assert_eq!(answer_of(block), image("/dev/vg/a", false, false));
+        for (rest, why) in [
+            ("<readonly/>", "read-only"),
+            ("<transient/>", "transient"),
+        ] {
+            assert!(matches!(file(rest), Answer::LeftOut(said) if said.contains(why)), "{rest}");
+        }
+        for device in ["cdrom", "floppy"] {
+            let disk = format!("<disk type='file' device='{device}'>{source}");
+            assert!(matches!(answer_of(&disk), Answer::LeftOut(_)), "{device}");
+        }
+        assert_eq!(answer_of("<disk type='file' device='disk'>"), Answer::LeftOut("empty"));
+        for (disk, why) in [
+            (format!("<disk type='file' device='disk'>{qcow2}{source}<shareable/>"), "shared"),
+            (format!("<disk type='file' device='disk'>{qcow2}{source}<encryption format='luks'/>"), "encrypted"),
+            (format!("<disk type='file' device='disk'><driver type='vmdk'/>{source}"), "of the format vmdk"),
+            ("<disk type='network' device='disk'><source protocol='rbd' name='p/a'/>".into(), "\"network\""),
+            ("<disk type='block' device='lun'><source dev='/dev/sda'/>".into(), "LUN"),
+        ] {
+            let answer = answer_of(&disk);
+            assert!(matches!(&answer, Answer::Refused(said) if said.contains(why)), "{answer:?}");
+        }
+    }
+
+    #[test]
+    fn a_domain_is_read_with_what_it_needs() {
+        let read = domain("<tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>");
+        assert_eq!((read.name.as_str(), read.id.as_deref()), ("a & b", Some("7")));
+        assert_eq!(read.nvram, Some("/var/lib/nvram/a_VARS.fd".into()));
+        assert_eq!(read.also, ["the state of its TPM"]);
+        assert!(Domain::read("<domain").is_err() && Domain::read("<domain/>").is_err());
+    }
+}

@@ -1,0 +1,332 @@
+//! The backup job of a machine that runs: QEMU shows all its disks as of one moment, and keeps in a checkpoint what the guest writes from then on.
+//!
+//! ```text
+//!     begin ──▶ the disks are read at our socket ──▶ the replicas commit ──▶ end ──▶ tidy
+//! ```
+//!
+//! - *The job is ours by its socket*, which is in the folder of this QEMU: one that a killed run left is ended by the next, and that of another
+//!   program is never touched. The lock of the machine keeps two runs apart.
+//! - *A checkpoint is kept as long as a disk counts from it*: one whose name is that of the last moment of a source. All others of ours go, after a
+//!   success as after a failure.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use roxmltree::Document;
+use source::StateDir;
+
+use super::domain::Domain;
+use super::virsh::{Virsh, quoted, quoted_path};
+use crate::failure::Failure;
+
+/// How long a job may take to end.
+const ENDS_WITHIN: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// What the names of our checkpoints begin with, before the year.
+const OURS: &str = "dsync-";
+
+/// The run that an interrupt would end.
+static CURRENT: Mutex<Option<Job>> = Mutex::new(None);
+
+/// A disk in a backup job, with the checkpoint from which its changes are told, or why they are not.
+#[derive(Debug, Clone)]
+pub(super) struct Part {
+    pub target: String,
+    pub path: PathBuf,
+    pub is_qcow2: bool,
+    /// libvirt keeps checkpoints of it.
+    pub is_listed: bool,
+    pub since: Result<String, String>,
+}
+
+/// Where the job of a machine is, and what is left when it ends.
+pub(super) struct Job {
+    machine: String,
+    virsh: Virsh,
+    socket: PathBuf,
+    /// Where QEMU keeps what is overwritten meanwhile: a path to which `TARGET.scratch` is added.
+    scratch: String,
+    state: StateDir,
+    paths: Vec<PathBuf>,
+}
+
+/// A run that has a job, or may have. It ends with this.
+pub(super) struct Begun(());
+
+impl Job {
+    /// The job of a machine that runs, with these disks; `scratch` is a folder to which QEMU may write.
+    ///
+    /// # Errors
+    /// If the folder of its QEMU is not found.
+    pub(super) fn of(
+        domain: &Domain,
+        scratch: Option<&Path>,
+        state: &StateDir,
+    ) -> Result<Job, Failure> {
+        let folder = folder(domain)?;
+        let scratch = match scratch {
+            Some(folder) => folder.join(format!("dsync-{}-", domain.uuid)),
+            None => folder.join("dsync-"),
+        };
+        Ok(Job {
+            machine: domain.name.clone(),
+            virsh: Virsh::of(&domain.uuid),
+            socket: folder.join("dsync.sock"),
+            scratch: scratch.to_string_lossy().into_owned(),
+            state: state.clone(),
+            paths: domain.followed().map(|(_, image)| image.path.clone()).collect(),
+        })
+    }
+
+    /// Refuses to begin while another program has a job.
+    ///
+    /// # Errors
+    /// That.
+    pub(super) fn refuse_other(&self) -> Result<(), Failure> {
+        match self.virsh.job()?.map(|job| socket_of(&job)) {
+            Some(socket) if socket.as_deref() != Some(&*self.socket) => {
+                let whose = socket.map_or_else(String::new, |socket| format!(" (at {})", socket.display()));
+                Err(Failure::busy(format!(
+                    "another backup job of {} is running{whose}: wait for its end, or end it with \"virsh domjobabort {0}\"",
+                    self.machine
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends what a killed run left, and has an interrupt end this one.
+    ///
+    /// # Errors
+    /// As [`Job::refuse_other`], and if it does not end.
+    pub(super) fn enter(self) -> Result<Begun, Failure> {
+        self.refuse_other()?;
+        self.end()?;
+        *current() = Some(self);
+        Ok(Begun(()))
+    }
+
+    /// Ends the job if it is ours, and waits until it has ended.
+    fn end(&self) -> Result<(), Failure> {
+        let began = Instant::now();
+        while let Some(job) = self.virsh.job()? {
+            if socket_of(&job).as_deref() != Some(&*self.socket) {
+                return Ok(());
+            }
+            if began.elapsed() > ENDS_WITHIN {
+                return Err(Failure::failed(format!(
+                    "the backup job of {} does not end: \"virsh domjobinfo {0}\" shows it, and \"virsh domjobabort {0}\" ends it",
+                    self.machine
+                )));
+            }
+            // It takes a moment, in which another request is refused.
+            let _ = self.virsh.abort()?;
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+
+    /// Begins, with a checkpoint of this name if libvirt keeps one of any of the disks. What is not told of a disk is noted in its part.
+    fn begin(&self, parts: &mut [Part], name: &str) -> Result<(), Failure> {
+        loop {
+            let checkpoint = parts.iter().any(|part| part.is_listed).then(|| checkpoint(parts, name));
+            let Err(why) = self.virsh.begin(&self.backup(parts), checkpoint.as_deref())? else { return Ok(()) };
+            let told = |part: &&mut Part| part.since.is_ok();
+            let named = |part: &&mut Part| why.contains(&format!("'{}'", part.target));
+            let names_one = parts.iter_mut().any(|part| told(&&mut *part) && named(&&mut *part));
+            let mut lost: Vec<_> =
+                parts.iter_mut().filter(told).filter(|part| !names_one || named(part)).collect();
+            if lost.is_empty() {
+                return Err(Failure::failed(format!(
+                    "libvirt does not begin a backup job of {}: {why}",
+                    self.machine
+                )));
+            }
+            for part in &mut lost {
+                part.since = Err("QEMU's bitmap is gone, as after a kill of QEMU".into());
+            }
+        }
+    }
+
+    fn backup(&self, parts: &[Part]) -> String {
+        let disks = parts.iter().map(|part| {
+            let mode = match &part.since {
+                Ok(since) => format!("backupmode='incremental' incremental='{}'", quoted(since)),
+                Err(_) => "backupmode='full'".to_owned(),
+            };
+            let scratch = quoted(&format!("{}{}.scratch", self.scratch, part.target));
+            format!("<disk name='{}' type='file' {mode}><scratch file='{scratch}'/></disk>", part.target)
+        });
+        format!(
+            "<domainbackup mode='pull'><server transport='unix' socket='{}'/><disks>{}</disks></domainbackup>",
+            quoted_path(&self.socket),
+            disks.collect::<String>()
+        )
+    }
+
+    /// Deletes those of our checkpoints from which no disk counts. Returns what went wrong, which the next run repeats.
+    fn tidy(&self) -> Result<Vec<String>, String> {
+        let said = |error: Failure| error.to_string();
+        let checkpoints = self.virsh.checkpoints().map_err(said)?;
+        let mut wanted = BTreeSet::new();
+        for path in &self.paths {
+            let moment = source::last_moment(&self.state, path).map_err(|error| error.to_string())?;
+            wanted.extend(moment.and_then(|moment| moment.name));
+        }
+        let mut wrong = Vec::new();
+        for name in checkpoints.iter().filter(|name| is_ours(name) && !wanted.contains(*name)) {
+            let mut deleted = self.virsh.delete_checkpoint(name, false).map_err(said)?;
+            // Of a QEMU that was killed there is the name alone.
+            if deleted.as_ref().is_err_and(|why| why.contains(&format!("bitmap '{name}' not found"))) {
+                deleted = self.virsh.delete_checkpoint(name, true).map_err(said)?;
+            }
+            wrong.extend(deleted.err().map(|why| {
+                format!(
+                    "checkpoint {name} of {} is left, and slows it down until it is deleted: {why}",
+                    self.machine
+                )
+            }));
+        }
+        Ok(wrong)
+    }
+
+    /// Ends the job and tidies up. Returns what is left.
+    fn finish(&self) -> Result<Vec<String>, Failure> {
+        let ended = self.end();
+        let left = self.tidy().unwrap_or_else(|why| {
+            vec![format!("the checkpoints of {} are not tidied up: {why}", self.machine)]
+        });
+        ended.map(|()| left)
+    }
+}
+
+impl Begun {
+    /// Begins the job: all disks are readable from now on. What is not told of a disk is noted in its part.
+    ///
+    /// # Errors
+    /// Why libvirt refuses it.
+    pub(super) fn begin(&self, parts: &mut [Part], name: &str) -> Result<(), Failure> {
+        current().as_ref().map_or(Ok(()), |job| job.begin(parts, name))
+    }
+
+    /// Ends the job, to begin another.
+    ///
+    /// # Errors
+    /// If it does not end.
+    pub(super) fn pause(&self) -> Result<(), Failure> {
+        current().as_ref().map_or(Ok(()), Job::end)
+    }
+
+    /// Where a disk is read.
+    pub(super) fn place(&self, target: &str) -> PathBuf {
+        let socket = current().as_ref().map(|job| job.socket.clone()).unwrap_or_default();
+        let server = device::NbdServer::Unix(socket);
+        device::ExportUri { server, export: target.to_owned() }.to_string().into()
+    }
+
+    /// Ends the job and tidies up. Returns what is left.
+    ///
+    /// # Errors
+    /// If the job does not end.
+    pub(super) fn end(self) -> Result<Vec<String>, Failure> {
+        let mut held = current();
+        let ended = held.as_ref().map_or(Ok(Vec::new()), Job::finish);
+        *held = None;
+        ended
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        let mut held = current();
+        // What it leaves the next run ends.
+        let _ = held.take().map(|job| job.finish());
+    }
+}
+
+/// Ends the run that there may be, as the program is interrupted: nothing else begins or ends one any more.
+pub(crate) fn end_interrupted() {
+    let held = current();
+    let _ = held.as_ref().map(Job::finish);
+    std::mem::forget(held);
+}
+
+fn current() -> MutexGuard<'static, Option<Job>> {
+    CURRENT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The folder to which QEMU may write, and which libvirt removes when QEMU has ended.
+fn folder(domain: &Domain) -> Result<PathBuf, Failure> {
+    // libvirt's own rule for the names of its folders.
+    let short: String = domain.name.chars().take(20).collect();
+    let name = format!("domain-{}-{short}", domain.id.as_deref().unwrap_or_default());
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let own = variable("XDG_CONFIG_HOME").or_else(|| Some(variable("HOME")?.join(".config")));
+    let places = [Some("/var/lib/libvirt/qemu".into()), own.map(|own| own.join("libvirt/qemu/lib"))];
+    let places: Vec<PathBuf> = places.into_iter().flatten().map(|place| place.join(&name)).collect();
+    let found = places.iter().find(|place| place.is_dir()).cloned();
+    found.ok_or_else(|| {
+        let shown: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
+        Failure::failed(format!(
+            "the folder of the QEMU of {} is not here ({}): run this on the host of the VM, as the user of its libvirt",
+            domain.name,
+            shown.join(", ")
+        ))
+    })
+}
+
+/// The socket in the text of a backup job.
+fn socket_of(job: &str) -> Option<PathBuf> {
+    let document = Document::parse(job).ok()?;
+    let server = document.root_element().children().find(|node| node.has_tag_name("server"))?;
+    server.attribute("socket").map(PathBuf::from)
+}
+
+fn checkpoint(parts: &[Part], name: &str) -> String {
+    let disks = parts.iter().map(|part| {
+        let kind = if part.is_listed { "bitmap" } else { "no" };
+        format!("<disk name='{}' checkpoint='{kind}'/>", part.target)
+    });
+    format!(
+        "<domaincheckpoint><name>{}</name><disks>{}</disks></domaincheckpoint>",
+        quoted(name),
+        disks.collect::<String>()
+    )
+}
+
+/// A name for a moment, by its time.
+pub(super) fn name_at(since_1970: Duration) -> String {
+    let seconds = since_1970.as_secs();
+    let (day, nanos) = (crate::units::date(seconds), since_1970.subsec_nanos());
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{OURS}{day}T{hour:02}{minute:02}{second:02}.{nanos:09}")
+}
+
+/// True of a name that [`name_at`] gave.
+fn is_ours(name: &str) -> bool {
+    name.strip_prefix(OURS).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moments_are_named_by_their_time_and_known_as_ours() {
+        let name = name_at(Duration::new(1_795_747_501, 42));
+        assert_eq!(name, "dsync-2026-11-27T024501.000000042");
+        assert!(is_ours(&name));
+        // Those of a script for one disk, and of other programs.
+        assert!(!is_ours("dsync-vda-20261127T024501.1") && !is_ours("nightly") && !is_ours("dsync-"));
+    }
+
+    #[test]
+    fn the_socket_of_a_job_is_read_whatever_is_in_its_name() {
+        let socket = Path::new("/run/a & 'b'/x.sock");
+        let job = format!("<domainbackup><server transport='unix' socket='{}'/></domainbackup>", quoted_path(socket));
+        assert_eq!(socket_of(&job).as_deref(), Some(socket));
+        assert_eq!(socket_of("<domainbackup><server transport='tcp' name='::1'/></domainbackup>"), None);
+    }
+}

@@ -1,0 +1,266 @@
+//! `dsync sync vm:NAME`: a virtual machine of libvirt with all its disks, as a group. Beneath it is nothing new: one conversation, and one commit of all
+//! members.
+//!
+//! - While it *runs*, one backup job shows all disks as of one moment (`job.rs`), and tells of each disk what was written since the moment before, where
+//!   libvirt keeps a checkpoint of it. Any other disk is compared.
+//! - While it is *off*, its disks are at rest, and locked, so that it does not start.
+//! - Its *definition*, and its NVRAM, are members as well (`carry.rs`): read before and after the moment, and the same.
+
+mod carry;
+mod domain;
+mod job;
+mod resting;
+mod running;
+mod virsh;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use device::{Dir, FolderLock};
+use serde::Serialize;
+use source::{SourceOptions, StateDir};
+use sync::{GroupSummary, Summary, ToldMember};
+
+use crate::args;
+use crate::failure::Failure;
+use crate::group_command::{self, GroupSync};
+use crate::output::Output;
+use crate::steering::Steering;
+use domain::{Answer, Domain};
+pub(crate) use job::end_interrupted;
+use virsh::Virsh;
+
+/// The most characters of a machine's name in that of its group.
+const LONGEST: usize = 48;
+
+/// A machine, as its commands see it.
+struct Machine<'a> {
+    domain: Domain,
+    virsh: Virsh,
+    /// Its name where only some characters are allowed.
+    name: String,
+    /// That of its group.
+    group: String,
+    args: &'a args::Sync,
+    state: &'a StateDir,
+    output: &'a Output,
+}
+
+/// How a disk is followed.
+#[derive(Serialize)]
+struct Told<'a> {
+    kind: &'static str,
+    machine: &'a str,
+    disk: &'a str,
+    path: Option<&'a Path>,
+    /// `bitmap`, `compared`, `still` or `left-out`.
+    how: &'static str,
+    why: &'a str,
+}
+
+/// Runs the command; its exit code.
+pub(crate) fn sync(
+    name: &str,
+    args: &args::Sync,
+    steering: &Steering,
+    state: &StateDir,
+    output: &Output,
+) -> Result<u8> {
+    check(args)?;
+    let folder = args.destination.as_deref().unwrap_or_default();
+    let machine = Machine::find(name, (args, state, output))?;
+    let group = machine.group.clone();
+    let sync = GroupSync::new((&group, folder), args, steering, state, output)?;
+    machine.refuse()?;
+    let _lock = if args.dry_run { None } else { Some(machine.lock()?) };
+    let pushed = match machine.domain.id {
+        Some(_) => machine.sync_running(&sync),
+        None => machine.sync_resting(&sync),
+    };
+    sync.hook.inspect(|hook| hook.end(pushed.is_ok(), output));
+    let Some((summary, members)) = pushed? else { return Ok(0) };
+    group_command::tell(&summary, &members, output);
+    if !args.dry_run {
+        machine.leave_removed(&members)?;
+    }
+    Ok(0)
+}
+
+/// Refuses options that a machine does not take.
+fn check(args: &args::Sync) -> Result<(), Failure> {
+    let given = [
+        ("--group", args.group.is_some()),
+        ("--moment", args.told.at.moment.is_some()),
+        ("--as", args.told.at.called.is_some()),
+        ("--changes", args.told.changes.is_some()),
+        ("--keep-going", args.keep_going),
+        ("--digests", args.digests.is_some()),
+        ("--journal-dir", args.far.journal_dir.is_some()),
+        ("--at-view", args.live.at_view),
+        ("--freeze", args.live.freeze.is_some()),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        Some((option, _)) => Err(Failure::usage(format!("vm:NAME does not take {option}: omit it"))),
+        None => Ok(()),
+    }
+}
+
+impl<'a> Machine<'a> {
+    fn find(
+        name: &str,
+        (args, state, output): (&'a args::Sync, &'a StateDir, &'a Output),
+    ) -> Result<Machine<'a>, Failure> {
+        let domain = Domain::read(&virsh::look_up(name)?)?;
+        if domain.name != name {
+            return Err(Failure::usage(format!(
+                "{name} is the number or the UUID of the VM {0}: name it vm:{0}",
+                domain.name
+            )));
+        }
+        let virsh = Virsh::of(&domain.uuid);
+        let name = plain(&domain);
+        let group = format!("vm.{name}");
+        Ok(Machine { domain, virsh, name, group, args, state, output })
+    }
+
+    /// Refuses a machine with a disk that cannot be copied, unless that is to be left out.
+    fn refuse(&self) -> Result<(), Failure> {
+        let (name, without) = (&self.domain.name, &self.args.machine.without);
+        let has = |target: &String| self.domain.disks.iter().any(|disk| disk.target == *target);
+        if let Some(unknown) = without.iter().find(|target| !has(target)) {
+            return Err(Failure::usage(format!(
+                "{name} has no disk {unknown}, which --without names: \"virsh domblklist {name}\" lists them"
+            )));
+        }
+        for disk in self.domain.disks.iter().filter(|disk| !without.contains(&disk.target)) {
+            if let Answer::Refused(why) = &disk.answer {
+                return Err(Failure::refused(format!(
+                    "{} of {name} cannot be copied, as it is {why}: leave it out with --without {0}, and copy it by other means",
+                    disk.target
+                )));
+            }
+        }
+        match self.disks().next() {
+            Some(_) => Ok(()),
+            None => Err(Failure::refused(format!("{name} has no disk that can be copied: \"virsh domblklist {name}\" lists its disks"))),
+        }
+    }
+
+    /// The disks that are followed.
+    fn disks(&self) -> impl Iterator<Item = (&str, &domain::Image)> {
+        self.domain.followed().filter(|(target, _)| !self.args.machine.without.iter().any(|out| out == target))
+    }
+
+    /// Keeps other runs for this machine away.
+    fn lock(&self) -> Result<FolderLock, Failure> {
+        let place = match rustix::process::geteuid().is_root() {
+            true => trackers::run_folder(),
+            false => self.state.path().to_path_buf(),
+        };
+        let place = place.join("machines").join(&self.group);
+        let taken = Dir::open(&place).and_then(|_| FolderLock::take(&place));
+        let failed = |error| Failure::failed(format!("cannot lock {}: {error}", place.display()));
+        taken.map_err(failed)?.map_err(|holder| {
+            Failure::busy(format!("{} is synced already, by {holder}: wait for its end", self.domain.name))
+        })
+    }
+
+    /// Says of a disk how it is followed.
+    fn say(&self, (disk, path): (&str, Option<&Path>), how: &'static str, why: &str) {
+        let text = match how {
+            "left-out" => format!("{disk}: left out: {why}"),
+            "still" => format!("{disk}: not read: {why}"),
+            "bitmap" => format!("{disk}: QEMU's bitmap since {why}"),
+            _ => format!("{disk}: compared: {why}"),
+        };
+        self.output.say(&text);
+        let machine = &self.domain.name;
+        self.output.status(&Told { kind: "machine-disk", machine, disk, path, how, why });
+    }
+
+    /// Says what is no part of the copy.
+    fn say_left_out(&self) {
+        for disk in &self.domain.disks {
+            match &disk.answer {
+                _ if self.args.machine.without.contains(&disk.target) => {
+                    self.say((&disk.target, None), "left-out", "by --without");
+                }
+                Answer::LeftOut(why) => self.say((&disk.target, None), "left-out", why),
+                _ => {}
+            }
+        }
+        for what in &self.domain.also {
+            self.output.warn(&format!("{} needs {what} to start elsewhere: copy it by other means", self.domain.name));
+        }
+    }
+
+    /// A disk as a member of the group.
+    fn member(&self, target: &str, path: &Path, options: SourceOptions) -> Result<ToldMember> {
+        let given = crate::source_options(&self.args.open)?;
+        let options = SourceOptions {
+            block_size: given.block_size,
+            trust_device: given.trust_device,
+            allow_shrink: given.allow_shrink,
+            ..options
+        };
+        let file = self.file(target, path)?;
+        Ok(ToldMember { path: path.to_path_buf(), file, options })
+    }
+
+    /// What the replica of a disk is called that is no member yet: by its target, unless that is what another's is called.
+    fn file(&self, target: &str, path: &Path) -> Result<String> {
+        let own = self.state.source(&path.to_string_lossy())?.map(|(_, about)| about.uuid);
+        let members = source::group_members(self.state, &self.group)?.into_iter();
+        let others = members.filter(|(_, about, _)| Some(about.uuid) != own);
+        let taken: Vec<String> = others.map(|(_, about, group)| group.file_of(&about.path)).collect();
+        let mut file = format!("{}-{target}.img", self.name);
+        let mut count = 1;
+        while taken.contains(&file) {
+            count += 1;
+            file = format!("{}-{target}.{count}.img", self.name);
+        }
+        Ok(file)
+    }
+
+    /// The files of the definition and the NVRAM as members.
+    fn carried(&self, paths: Vec<PathBuf>) -> Vec<ToldMember> {
+        let options = SourceOptions { allow_shrink: true, ..SourceOptions::default() };
+        let member = |path: PathBuf| {
+            let file = source::file_name(&path);
+            ToldMember { path, file, options: options.clone() }
+        };
+        paths.into_iter().map(member).collect()
+    }
+
+    /// Takes the disks that the machine has no more out of its group.
+    fn leave_removed(&self, members: &[Summary]) -> Result<()> {
+        for (place, about, group) in source::group_members(self.state, &self.group)? {
+            if members.iter().any(|member| member.source == about.path) {
+                continue;
+            }
+            source::leave_group(&place, &about, &self.group)?;
+            self.output.say(&format!(
+                "{} is no disk of {} any more: its replica {} stays as it was, until \"dsync forget\" there",
+                about.path.display(),
+                self.domain.name,
+                group.file_of(&about.path)
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// What a sync of a group did; `None` if nothing was to be done.
+type Pushed = Option<(GroupSummary, Vec<Summary>)>;
+
+/// The name of a machine as a part of that of its group.
+fn plain(domain: &Domain) -> String {
+    let name = &domain.name;
+    if name.len() <= LONGEST && source::is_plain(&format!("vm.{name}")) {
+        return name.clone();
+    }
+    let allowed = |c: char| if c.is_ascii_alphanumeric() || ".-_".contains(c) { c } else { '_' };
+    let begin: String = name.chars().map(allowed).take(LONGEST).collect();
+    let id: String = domain.uuid.chars().take(8).collect();
+    format!("{begin}-{id}")
+}

@@ -1,0 +1,156 @@
+//! A machine that runs: read in a backup job of libvirt.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::time::UNIX_EPOCH;
+
+use anyhow::Result;
+use device::Format;
+use source::{SourceOptions, Told, ToldChanges};
+use sync::CutHook as _;
+
+use super::carry::Carried;
+use super::domain::{Domain, Image};
+use super::job::{Begun, Job, Part, name_at};
+use super::{Machine, Pushed};
+use crate::failure::Failure;
+use crate::group_command::GroupSync;
+
+/// How often it is begun anew because the machine was changed meanwhile.
+const ATTEMPTS: usize = 5;
+/// Bytes at the begin of an image that say of which version it is.
+const HEAD: usize = 8;
+
+impl Machine<'_> {
+    /// Brings the replicas to the present moment of the machine.
+    pub(super) fn sync_running(&self, sync: &GroupSync<'_>) -> Result<Pushed> {
+        let job = Job::of(&self.domain, self.args.machine.scratch.as_deref(), self.state)?;
+        if self.args.dry_run {
+            job.refuse_other()?;
+            self.say_left_out();
+            self.say_parts(&self.parts()?);
+            self.output.say("nothing was begun: how much each disk has to send is known in the sync alone");
+            return Ok(None);
+        }
+        let begun = job.enter()?;
+        self.say_left_out();
+        let name = name_at(UNIX_EPOCH.elapsed().unwrap_or_default());
+        let (parts, carried) = self.begin(&begun, &name, sync)?;
+        self.say_parts(&parts);
+        let mut members = Vec::new();
+        for part in &parts {
+            let changes = match &part.since {
+                Ok(since) => {
+                    let context = format!("qemu:dirty-bitmap:backup-{}", part.target);
+                    ToldChanges::Bitmap { since: since.clone(), context }
+                }
+                Err(why) => ToldChanges::Lost(why.clone()),
+            };
+            let (place, group) = (Some(begun.place(&part.target)), Some(self.group.clone()));
+            let told = Some(Told { place, name: Some(name.clone()), changes, group });
+            let format = part.is_qcow2.then_some(Format::Qcow2);
+            let options = SourceOptions { told, format, ..SourceOptions::default() };
+            members.push(self.member(&part.target, &part.path, options)?);
+        }
+        members.extend(self.carried(carried.write(self.state, &self.name)?));
+        let group = sync::attach_told_group(self.state, &self.group, &members)?;
+        let mut pushed = sync.run(group, false)?;
+        let left = begun.end()?;
+        left.iter().for_each(|left| self.output.warn(left));
+        for member in pushed.iter_mut().flat_map(|(_, members)| members) {
+            let told = parts.iter().any(|part| part.since.is_ok() && member.source.ends_with(&part.path));
+            if told && member.trust == crate::sync_command::TRACKED {
+                member.trust = "as told by QEMU".into();
+            }
+        }
+        Ok(pushed)
+    }
+
+    /// Begins the job, between two looks at the machine that show the same.
+    fn begin(&self, begun: &Begun, name: &str, sync: &GroupSync<'_>) -> Result<(Vec<Part>, Carried)> {
+        let hook = sync.hook.as_ref();
+        hook.map_or(Ok(()), |hook| hook.before())?;
+        let tried = self.begin_held(begun, name);
+        hook.inspect(|hook| hook.after(tried.is_ok()));
+        tried
+    }
+
+    fn begin_held(&self, begun: &Begun, name: &str) -> Result<(Vec<Part>, Carried)> {
+        for attempt in 0..ATTEMPTS {
+            let before = Carried::read(&self.virsh, &self.domain)?;
+            let mut parts = self.parts()?;
+            // A checkpoint of an attempt that was given up has its name.
+            let name = if attempt == 0 { name.to_owned() } else { format!("{name}.{attempt}") };
+            begun.begin(&mut parts, &name)?;
+            let now = Domain::read(&self.virsh.text()?)?;
+            let same = now.id == self.domain.id && now.disks == self.domain.disks;
+            if same && Carried::read(&self.virsh, &self.domain)? == before {
+                return Ok((parts, before));
+            }
+            begun.pause()?;
+            if !same {
+                break;
+            }
+        }
+        let name = &self.domain.name;
+        Err(Failure::busy(format!("{name} was changed while its sync began: run it again")).into())
+    }
+
+    /// The disks, each with the checkpoint from which its changes can be told.
+    fn parts(&self) -> Result<Vec<Part>> {
+        let checkpoints = self.virsh.checkpoints()?;
+        let mut parts = Vec::new();
+        for (target, image) in self.disks() {
+            let listed = listed(image);
+            let is_listed = listed.is_ok();
+            let since = match listed {
+                Err(why) => Err(why.to_owned()),
+                Ok(()) => self.since(&image.path, &checkpoints)?,
+            };
+            let (target, path) = (target.to_owned(), image.path.clone());
+            parts.push(Part { target, path, is_qcow2: image.is_qcow2, is_listed, since });
+        }
+        Ok(parts)
+    }
+
+    /// The checkpoint from which the changes of a disk can be told, or why there is none.
+    fn since(&self, path: &Path, checkpoints: &[String]) -> Result<Result<String, String>> {
+        let Some(moment) = source::last_moment(self.state, path)? else {
+            let known = self.state.source(&path.to_string_lossy())?.is_some();
+            let why = if known { "its last sync was not one of the VM as it ran" } else { "it was not synced yet" };
+            return Ok(Err(why.into()));
+        };
+        Ok(match moment.name.filter(|_| moment.elsewhere) {
+            Some(name) if checkpoints.contains(&name) => Ok(name),
+            Some(name) => Err(format!("libvirt has no checkpoint {name} any more")),
+            None => Err("its last sync was of a moment without a name".into()),
+        })
+    }
+
+    fn say_parts(&self, parts: &[Part]) {
+        for part in parts {
+            let (how, why) = match &part.since {
+                Ok(since) => ("bitmap", since),
+                Err(why) => ("compared", why),
+            };
+            self.say((&part.target, Some(&part.path)), how, why);
+        }
+    }
+}
+
+/// Why libvirt keeps no checkpoint of a disk.
+fn listed(image: &Image) -> Result<(), &'static str> {
+    if !image.is_qcow2 {
+        return Err("a raw image, of which libvirt keeps no checkpoint");
+    }
+    if image.is_overlay {
+        return Err("its image has another beneath, as after a snapshot");
+    }
+    let mut head = [0; HEAD];
+    let read = File::open(&image.path).and_then(|mut file| file.read_exact(&mut head));
+    match (read, head) {
+        (Ok(()), [b'Q', b'F', b'I', 0xfb, 0, 0, 0, 2]) => Err("a qcow2 image of version 2, which has no bitmaps"),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,171 @@
+//! `virsh`, libvirt's own client, as a child process: which libvirt is meant it reads from LIBVIRT_DEFAULT_URI itself.
+
+use std::io::{self, Write};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use tempfile::NamedTempFile;
+
+use crate::failure::Failure;
+
+const INSTALL: &str = "install libvirt's client (Debian: apt install libvirt-clients; Fedora: libvirt-client)";
+/// What it says of a domain that has no backup job.
+const NO_JOB: [&str; 2] = ["no domain backup job", "domain is not running"];
+
+/// A domain of libvirt, by its UUID.
+pub(super) struct Virsh {
+    domain: String,
+}
+
+/// The text of a domain, by its name.
+///
+/// # Errors
+/// If there is none, and if libvirt cannot be asked.
+pub(super) fn look_up(name: &str) -> Result<String, Failure> {
+    virsh("dumpxml", &[&format!("--domain={name}")])?.map_err(|why| {
+        if why.contains("failed to connect") || why.contains("Failed to connect") {
+            return Failure::failed(format!(
+                "libvirt does not answer ({why}): start it (\"systemctl start libvirtd\"), or name the one that is meant in LIBVIRT_DEFAULT_URI"
+            ));
+        }
+        Failure::failed(format!("there is no VM {name} in libvirt ({why}): \"virsh list --all\" lists them"))
+    })
+}
+
+impl Virsh {
+    /// The domain with this UUID.
+    pub(super) fn of(uuid: &str) -> Virsh {
+        Virsh { domain: format!("--domain={uuid}") }
+    }
+
+    fn ask(&self, command: &str, words: &[&str]) -> Result<Result<String, String>, Failure> {
+        virsh(command, &[&[self.domain.as_str()], words].concat())
+    }
+
+    /// The text of the domain as it runs.
+    ///
+    /// # Errors
+    /// What virsh says.
+    pub(super) fn text(&self) -> Result<String, Failure> {
+        self.ask("dumpxml", &[])?.map_err(|why| failed("tell how the VM runs", &why))
+    }
+
+    /// The text that defines the domain anew, with its passwords.
+    ///
+    /// # Errors
+    /// What virsh says.
+    pub(super) fn definition(&self) -> Result<String, Failure> {
+        let said = self.ask("dumpxml", &["--inactive", "--security-info"])?;
+        said.map_err(|why| failed("give the definition of the VM", &why))
+    }
+
+    /// The names of its checkpoints.
+    ///
+    /// # Errors
+    /// What virsh says.
+    pub(super) fn checkpoints(&self) -> Result<Vec<String>, Failure> {
+        let said = self.ask("checkpoint-list", &["--name"])?;
+        let said = said.map_err(|why| failed("list the checkpoints of the VM", &why))?;
+        Ok(said.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect())
+    }
+
+    /// The text of its backup job, if there is one.
+    ///
+    /// # Errors
+    /// What virsh says.
+    pub(super) fn job(&self) -> Result<Option<String>, Failure> {
+        match self.ask("backup-dumpxml", &[])? {
+            Ok(text) => Ok(Some(text)),
+            Err(why) if NO_JOB.iter().any(|none| why.contains(none)) => Ok(None),
+            Err(why) => Err(failed("tell of the backup job of the VM", &why)),
+        }
+    }
+
+    /// Begins a backup job, with a checkpoint if there is one.
+    ///
+    /// # Errors
+    /// An inner `Err` is why libvirt refuses it.
+    pub(super) fn begin(
+        &self,
+        backup: &str,
+        checkpoint: Option<&str>,
+    ) -> Result<Result<String, String>, Failure> {
+        let files = [Some(backup), checkpoint].into_iter().flatten().map(file);
+        let files = files.collect::<io::Result<Vec<_>>>();
+        let files = files.map_err(|error| Failure::failed(format!("cannot write a file for virsh: {error}")))?;
+        let paths: Vec<_> = files.iter().map(|file| file.path().to_string_lossy()).collect();
+        self.ask("backup-begin", &paths.iter().map(|path| &**path).collect::<Vec<_>>())
+    }
+
+    /// Asks for the end of the domain's job, which comes a little later.
+    ///
+    /// # Errors
+    /// An inner `Err` is what libvirt says, also if the job has ended.
+    pub(super) fn abort(&self) -> Result<Result<String, String>, Failure> {
+        self.ask("domjobabort", &[])
+    }
+
+    /// Deletes a checkpoint; `remembered`: of its bitmaps there is the name alone.
+    ///
+    /// # Errors
+    /// An inner `Err` is why it is not deleted.
+    pub(super) fn delete_checkpoint(
+        &self,
+        name: &str,
+        remembered: bool,
+    ) -> Result<Result<String, String>, Failure> {
+        let name = format!("--checkpointname={name}");
+        let words: &[&str] = if remembered { &[&name, "--metadata"] } else { &[&name] };
+        self.ask("checkpoint-delete", words)
+    }
+}
+
+fn file(text: &str) -> io::Result<NamedTempFile> {
+    let mut file = NamedTempFile::new()?;
+    file.write_all(text.as_bytes())?;
+    Ok(file)
+}
+
+fn failed(what: &str, why: &str) -> Failure {
+    Failure::failed(format!("libvirt does not {what}: {why}"))
+}
+
+/// Runs a command; an inner `Err` is what it says if it fails.
+fn virsh(command: &str, words: &[&str]) -> Result<Result<String, String>, Failure> {
+    let mut virsh = Command::new("virsh");
+    virsh.arg("-q").arg(command).args(words).env("LC_ALL", "C").stdin(Stdio::null());
+    // A terminal's interrupt is for us, who end in order.
+    let output = virsh.process_group(0).output().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => Failure::failed(format!("vm:NAME needs virsh, which is not here: {INSTALL}")),
+        _ => Failure::failed(format!("cannot start virsh: {error}")),
+    })?;
+    if output.status.success() {
+        return Ok(Ok(String::from_utf8_lossy(&output.stdout).into_owned()));
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    let lines = said.lines().map(|line| line.trim().trim_start_matches("error: "));
+    let lines: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
+    Ok(Err(lines.join(": ")))
+}
+
+/// A text as it stands in an attribute or between tags.
+pub(super) fn quoted(text: &str) -> String {
+    let mut quoted = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => quoted.push_str("&amp;"),
+            '<' => quoted.push_str("&lt;"),
+            '>' => quoted.push_str("&gt;"),
+            '\'' => quoted.push_str("&apos;"),
+            '"' => quoted.push_str("&quot;"),
+            other => quoted.push(other),
+        }
+    }
+    quoted
+}
+
+/// The same of a path.
+pub(super) fn quoted_path(path: &Path) -> String {
+    quoted(&path.to_string_lossy())
+}
