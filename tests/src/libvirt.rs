@@ -126,7 +126,7 @@ impl Libvirt {
         let xml = self.folder.path().join(format!("{}.xml", name.replace(['&', ' ', '\''], "-")));
         let text = format!(
             "<domain type='qemu'><name>{}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\
-             <os><type arch='x86_64' machine='pc'>hvm</type>{os}</os><devices>{disks}\
+             <os><type arch='x86_64' machine='pc'>hvm</type>{os}</os><features><acpi/></features><devices>{disks}\
              <memballoon model='none'/></devices></domain>",
             name.replace('&', "&amp;")
         );

@@ -1,10 +1,15 @@
 //! VMs under libvirt by their names: all disks of one, at one moment, while their guest never stops writing.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use dsync_tests::libvirt::{Libvirt, one_moment, writer};
+use dsync_tests::libvirt::{Libvirt, disk, one_moment, writer};
 use dsync_tests::site::binary;
-use dsync_tests::{Output, Run, Site};
+use dsync_tests::{Background, Output, Random, Run, Site, rounds, until};
+use rustix::process::Signal;
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
 
 const VM: &str = "t1";
 
@@ -83,7 +88,6 @@ fn all_disks_of_a_vm_are_of_one_moment_in_each_sync() {
     for round in 0..5 {
         world.host.writes_on(VM);
         let said = world.sync();
-        eprintln!("{said}");
         let [a, b] = &world.disks();
         let now = one_moment([a, b]);
         assert!(now > last, "{now} after {last}");
@@ -105,8 +109,7 @@ fn a_kill_of_qemu_costs_a_comparison() {
     world.host.kill(VM);
     world.host.on(VM);
     let said = world.sync_paused();
-    eprintln!("{said}");
-    assert!(said.contains("vda: compared: QEMU's bitmap is gone"), "{said}");
+    assert!(said.contains("vda: compared: QEMU's bitmap does not hold: checkpoint inconsistent"), "{said}");
     world.host.writes_on(VM);
     let said = world.sync_paused();
     assert!(said.contains("vda: QEMU's bitmap since") && said.contains("(as told by QEMU)"), "{said}");
@@ -122,14 +125,218 @@ fn a_vm_that_is_off_is_read_once_and_does_not_start_meanwhile() {
     world.sync();
     world.host.virsh(["destroy", VM]).ok();
     let said = world.sync().text();
-    eprintln!("{said}");
     world.equal();
     let said = world.sync().text();
-    eprintln!("{said}");
     assert!(said.contains("vda: not read: the VM is off") && said.contains("vdb: not read"), "{said}");
     world.host.on(VM);
     let said = world.sync_paused();
-    eprintln!("{said}");
     assert!(said.contains("vda: compared: its last sync was not one of the VM as it ran"), "{said}");
     assert!(world.sync_paused().contains("vda: QEMU's bitmap since"));
+}
+
+#[test]
+fn a_sync_of_a_vm_that_is_killed_leaves_nothing_that_the_next_does_not_end() {
+    let Some(world) = World::new("a VM by its name whose sync is killed") else { return };
+    let mut random = Random::new("a killed sync of a VM");
+    let mut killed = 0;
+    for _ in 0..rounds(6, 200) {
+        // It takes half a second to a second, most of it with a job.
+        let mut running = world.run(&["--bwlimit", "40M"]).start();
+        std::thread::sleep(Duration::from_millis(random.below(1500)));
+        running.kill();
+        killed += u32::from(running.output(Duration::from_secs(10)).was_killed());
+    }
+    assert!(killed > 0);
+    world.host.writes_on(VM);
+    world.sync();
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
+    world.host.writes_on(VM);
+    assert!(world.sync().text().contains("vda: QEMU's bitmap since"));
+    one_moment([a, b]);
+}
+
+impl World {
+    /// Starts a sync that takes seconds, and waits until its job is there.
+    fn begun(&self) -> Background {
+        let mut running = self.run(&["--bwlimit", "2M", "--adopt"]).start();
+        until("the job is there", || {
+            assert!(running.ended().is_none(), "it ended: {}", running.stderr_so_far());
+            self.host.job(VM).is_some()
+        });
+        running
+    }
+}
+
+#[test]
+fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
+    let Some(world) = World::new("a VM by its name that is disturbed") else { return };
+    // A dry run begins nothing.
+    let said = world.run(&["-n"]).ok().text();
+    assert!(said.contains("vda: compared: it was not synced yet") && !world.site.state().join("machines").exists());
+    assert_eq!((world.host.job(VM), world.host.checkpoints(VM)), (None, vec![]));
+    let mut running = world.begun();
+    // Another run waits for the end of this one, or does not.
+    world.run(&[]).code(6).says(&["t1 is synced already, by dsync"]);
+    running.signal(Signal::TERM);
+    assert_eq!(running.output(Duration::from_secs(20)).status.code(), Some(130));
+    world.clean();
+    world.sync();
+    // A job of somebody else.
+    let job = world.site.path("other.xml");
+    let text = "<domainbackup mode='pull'><server transport='unix' socket='/var/lib/libvirt/other.sock'/><disks><disk name='vdb' \
+                type='file'><scratch file='/var/lib/libvirt/other'/></disk></disks></domainbackup>";
+    std::fs::write(&job, text).expect("a job");
+    world.host.virsh(["backup-begin", VM]).arg(&job).ok();
+    for options in [&[][..], &["-n"]] {
+        world.run(options).code(6).says(&["another backup job of t1 is running (at /var/lib/libvirt/other.sock)"]);
+    }
+    assert!(world.host.job(VM).is_some_and(|job| job.contains("other.sock")));
+    world.host.virsh(["domjobabort", VM]).ok();
+    until("the job is gone", || world.host.job(VM).is_none());
+    assert!(world.sync().text().contains("vda: QEMU's bitmap since"));
+    // QEMU is killed in the job: nothing may come of it.
+    let running = world.begun();
+    world.host.kill(VM);
+    assert!(!running.output(Duration::from_secs(20)).status.success());
+    world.host.on(VM);
+    world.sync_paused();
+    world.dsync(&["sync", "vm:t9"]).arg(&world.replicas).code(1).says(&["there is no VM t9 in libvirt"]);
+    world.run(&["--without", "vdc"]).code(2).says(&["t1 has no disk vdc"]);
+    world.run(&["--method", "copy"]).code(2);
+    world.dsync(&["verify", "vm:t1", "replicas"]).code(2).says(&["which only \"dsync sync vm:t1 DIR\" takes"]);
+    let nowhere = world.site.dsync(["sync", "vm:t1", "replicas"]).env("LIBVIRT_DEFAULT_URI", "qemu:///system?socket=/nowhere");
+    nowhere.code(1).says(&["libvirt does not answer"]);
+    let without = world.site.dsync(["sync", "vm:t1", "replicas"]).env("PATH", "/nowhere");
+    without.code(1).says(&["vm:NAME needs virsh, which is not here"]);
+}
+
+#[test]
+fn a_disk_is_added_and_another_goes() {
+    let Some(world) = World::new("a VM by its name whose disks change") else { return };
+    world.sync();
+    let added = world.site.image("c.raw", 8 * MIB);
+    let xml = world.site.path("c.xml");
+    std::fs::write(&xml, disk(&added, 'c', "")).expect("a disk");
+    world.host.virsh(["attach-device", VM, "--live", "--config"]).arg(&xml).ok();
+    let said = world.sync().text();
+    assert!(said.contains("vda: QEMU's bitmap since") && said.contains("t1-vdc.img is up to date at epoch 1 (seeded"), "{said}");
+    assert!(said.contains("4 disks at one moment"), "{said}");
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
+    // One that others write to as well.
+    world.host.virsh(["destroy", VM]).ok();
+    world.host.virsh(["detach-disk", VM, "vdc", "--config"]).ok();
+    std::fs::write(&xml, disk(&added, 'd', "<shareable/>")).expect("a disk");
+    world.host.virsh(["attach-device", VM, "--config"]).arg(&xml).ok();
+    world.run(&[]).code(4).says(&["vdd of t1 cannot be copied, as it is shared", "--without vdd"]);
+    let said = world.run(&["--without", "vdd"]).ok().text();
+    assert!(said.contains("vdd: left out: by --without"), "{said}");
+    assert!(said.contains("c.raw is no disk of t1 any more: its replica t1-vdc.img stays"), "{said}");
+    world.equal();
+    let said = world.run(&["--without", "vdd"]).ok().text();
+    assert!(!said.contains("any more") && said.contains("3 disks at one moment"), "{said}");
+}
+
+#[test]
+fn a_vm_starts_elsewhere_from_its_replicas() {
+    const ODD: &str = "it's a & b";
+    if !Libvirt::possible("a VM that starts from its replicas") {
+        return;
+    }
+    let (site, far, host, other) = (Site::new(), Site::new(), Libvirt::start(), Libvirt::start());
+    let replicas = far.path("vms");
+    std::fs::create_dir(&replicas).expect("a folder");
+    let nvram = site.image("nvram.fd", MIB / 4);
+    std::fs::write(&nvram, vec![7; 1 << 18]).expect("an NVRAM");
+    let os = format!(
+        "<loader readonly='yes' type='pflash'>/usr/share/seabios/bios-256k.bin</loader><nvram>{}</nvram>",
+        nvram.display()
+    );
+    host.define(ODD, &os, &[&writer(&site, "a.qcow2"), &writer(&site, "b.raw")]);
+    host.on(ODD);
+    let sync = || {
+        let run = host.run(&site, binary()).args(["sync", &format!("vm:{ODD}"), "--rsh", RSH]);
+        run.arg(format!("far:{}", replicas.display())).env("RSH_STATE", far.state())
+    };
+    sync().ok();
+    host.writes_on(ODD);
+    let said = sync().ok().text();
+    assert!(said.contains("vda: QEMU's bitmap since") && said.contains("4 disks at one moment"), "{said}");
+    let names: Vec<String> = replicas.read_dir().expect("replicas").map(|entry| entry.expect("one").file_name().into_string().expect("a name")).collect();
+    let of = |end: &str| {
+        let name = names.iter().find(|name| !name.starts_with('.') && name.ends_with(end));
+        replicas.join(name.unwrap_or_else(|| panic!("no {end} in {names:?}")))
+    };
+    let mode = std::os::unix::fs::PermissionsExt::mode(&of(".xml").metadata().expect("the definition").permissions());
+    assert_eq!(mode & 0o777, 0o600);
+    host.virsh(["destroy", ODD]).ok();
+    let last = one_moment([&of("vda.img"), &of("vdb.img")]);
+    assert_eq!(std::fs::read(of(".nvram")).expect("the NVRAM"), vec![7; 1 << 18]);
+    let carried = std::fs::read_to_string(of(".xml")).expect("the definition");
+    let defined = host.virsh(["dumpxml", "--inactive", "--security-info", ODD]).ok().text();
+    assert_eq!(carried.trim_end(), defined.trim_end());
+    // A switch in which nothing is lost: what was written last is sent, and the old disks are replicas.
+    let group = names.iter().find_map(|name| name.strip_prefix('.')?.strip_suffix(".dsync-group")).expect("a group");
+    let demote = host.run(&site, binary()).args(["demote", "--group", group, "--rsh", RSH]);
+    demote.arg(format!("far:{}", replicas.display())).env("RSH_STATE", far.state()).ok();
+    far.dsync(["promote", "--group"]).arg(&replicas).ok();
+    assert!(one_moment([&of("vda.img"), &of("vdb.img")]) > last);
+    let there = carried
+        .replace(&site.path("a.qcow2").display().to_string(), &of("vda.img").display().to_string())
+        .replace(&site.path("b.raw").display().to_string(), &of("vdb.img").display().to_string())
+        .replace(&nvram.display().to_string(), &of(".nvram").display().to_string())
+        .replace("type='qcow2'", "type='raw'");
+    std::fs::write(far.path("there.xml"), there).expect("a definition");
+    other.virsh(["define"]).arg(far.path("there.xml")).ok();
+    other.on(ODD);
+}
+
+#[test]
+fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
+    let Some(world) = World::new("a VM by its name with a snapshot") else { return };
+    world.sync();
+    let spec = format!("vda,snapshot=external,file={}", world.site.path("a.snap").display());
+    let snapshot = ["snapshot-create-as", VM, "--disk-only", "--no-metadata", "--diskspec", &spec, "--diskspec", "vdb,snapshot=no"];
+    world.host.virsh(snapshot).ok();
+    world.host.writes_on(VM);
+    let said = world.sync().text();
+    assert!(said.contains("vda: compared: its image has another beneath") && said.contains("3 disks at one"), "{said}");
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
+    world.host.virsh(["destroy", VM]).ok();
+    world.run(&[]).code(4).says(&["vda of t1 has an image with another beneath"]);
+    world.host.virsh(["start", VM]).ok();
+    world.host.virsh(["blockcommit", VM, "vda", "--active", "--pivot", "--wait"]).ok();
+    // The checkpoint of that moment is of the other disk alone, if of any.
+    assert!(world.sync_paused().contains("vda: compared: "));
+    world.host.writes_on(VM);
+    assert!(world.sync_paused().contains("vda: QEMU's bitmap since"));
+}
+
+/// Stands before virsh, and changes the VM once as its job begins.
+const CHANGES: &str = r#"#!/bin/sh
+if [ "$2" = backup-begin ] && mkdir "$ONCE" 2>/dev/null; then
+    "$VIRSH" -q desc t1 --config --new-desc "changed meanwhile"
+fi
+exec "$VIRSH" "$@"
+"#;
+
+#[test]
+fn a_vm_that_is_changed_as_its_job_begins_is_begun_anew() {
+    let Some(world) = World::new("a VM by its name that is changed") else { return };
+    let bin = world.site.path("bin");
+    std::fs::create_dir(&bin).expect("a folder");
+    std::fs::write(bin.join("virsh"), CHANGES).expect("a virsh");
+    Run::new("chmod").arg("+x").arg(bin.join("virsh")).ok();
+    let path = format!("{}:/usr/bin:/bin", bin.display());
+    let run = world.run(&[]).env("PATH", path).env("VIRSH", "/usr/bin/virsh").env("ONCE", world.site.path("once"));
+    run.ok();
+    world.clean();
+    assert!(world.site.path("once").exists());
+    let carried = std::fs::read_to_string(world.replica("t1.xml")).expect("the definition");
+    assert!(carried.contains("changed meanwhile"), "{carried}");
+    assert!(world.sync().text().contains("vda: QEMU's bitmap since"));
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
 }

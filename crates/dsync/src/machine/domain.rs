@@ -43,8 +43,15 @@ pub(super) enum Answer {
 pub(super) struct Image {
     pub path: PathBuf,
     pub is_qcow2: bool,
-    /// It has a file beneath, as after a snapshot.
-    pub is_overlay: bool,
+    /// The images beneath it, from above, as after a snapshot.
+    pub beneath: Vec<PathBuf>,
+}
+
+impl Image {
+    /// Its path and those of the images beneath it.
+    pub(super) fn chain(&self) -> impl Iterator<Item = &PathBuf> {
+        std::iter::once(&self.path).chain(&self.beneath)
+    }
 }
 
 impl Domain {
@@ -142,14 +149,25 @@ fn answer(node: Node<'_, '_>) -> Answer {
         return refused("a slice of a file");
     }
     let format = child(node, "driver").and_then(|driver| driver.attribute("type")).unwrap_or("raw");
-    let is_overlay =
-        child(node, "backingStore").is_some_and(|store| store.attribute("type").is_some());
+    let beneath = beneath(node);
     match format {
         "qcow2" | "raw" => {
-            Answer::Followed(Image { path: path.into(), is_qcow2: format == "qcow2", is_overlay })
+            Answer::Followed(Image { path: path.into(), is_qcow2: format == "qcow2", beneath })
         }
         other => Answer::Refused(format!("of the format {other}, and not raw or qcow2")),
     }
+}
+
+/// The images beneath that of a disk, from above. One that is no file or device has an empty path.
+fn beneath(disk: Node<'_, '_>) -> Vec<PathBuf> {
+    let (mut found, mut at) = (Vec::new(), disk);
+    while let Some(store) = child(at, "backingStore").filter(|store| store.attribute("type").is_some()) {
+        let source = child(store, "source");
+        let path = source.and_then(|source| source.attribute("file").or(source.attribute("dev")));
+        found.push(path.unwrap_or_default().into());
+        at = store;
+    }
+    found
 }
 
 #[cfg(test)]
@@ -172,17 +190,19 @@ mod tests {
 
     #[test]
     fn each_kind_of_disk_has_an_answer() {
-        let image = |path: &str, is_qcow2, is_overlay| {
-            Answer::Followed(Image { path: path.into(), is_qcow2, is_overlay })
+        let image = |path: &str, is_qcow2, beneath: &[&str]| {
+            let beneath = beneath.iter().map(PathBuf::from).collect();
+            Answer::Followed(Image { path: path.into(), is_qcow2, beneath })
         };
         let source = "<source file='/i/a&apos;s.img' index='1'/>";
         let qcow2 = "<driver name='qemu' type='qcow2'/>";
         let file = |rest: &str| answer_of(&format!("<disk type='file' device='disk'>{qcow2}{source}{rest}"));
-        assert_eq!(file("<backingStore/>"), image("/i/a's.img", true, false));
-        let overlay = "<backingStore type='file'><format type='raw'/><source file='/i/base'/></backingStore>";
-        assert_eq!(file(overlay), image("/i/a's.img", true, true));
+        assert_eq!(file("<backingStore/>"), image("/i/a's.img", true, &[]));
+        let overlay = "<backingStore type='file'><format type='raw'/><source file='/i/base'/><backingStore type='block'><source \
+                       dev='/dev/b'/><backingStore/></backingStore></backingStore>";
+        assert_eq!(file(overlay), image("/i/a's.img", true, &["/i/base", "/dev/b"]));
         let block = "<disk type='block' device='disk'><driver name='qemu' type='raw'/><source dev='/dev/vg/a'/>";
-        assert_eq!(answer_of(block), image("/dev/vg/a", false, false));
+        assert_eq!(answer_of(block), image("/dev/vg/a", false, &[]));
         for (rest, why) in [
             ("<readonly/>", "read-only"),
             ("<transient/>", "transient"),

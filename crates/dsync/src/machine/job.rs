@@ -49,6 +49,7 @@ pub(super) struct Job {
     /// Where QEMU keeps what is overwritten meanwhile: a path to which `TARGET.scratch` is added.
     scratch: String,
     state: StateDir,
+    /// Those by which its disks may be known.
     paths: Vec<PathBuf>,
 }
 
@@ -76,7 +77,7 @@ impl Job {
             socket: folder.join("dsync.sock"),
             scratch: scratch.to_string_lossy().into_owned(),
             state: state.clone(),
-            paths: domain.followed().map(|(_, image)| image.path.clone()).collect(),
+            paths: domain.followed().flat_map(|(_, image)| image.chain().cloned()).collect(),
         })
     }
 
@@ -133,19 +134,26 @@ impl Job {
         loop {
             let checkpoint = parts.iter().any(|part| part.is_listed).then(|| checkpoint(parts, name));
             let Err(why) = self.virsh.begin(&self.backup(parts), checkpoint.as_deref())? else { return Ok(()) };
-            let told = |part: &&mut Part| part.since.is_ok();
-            let named = |part: &&mut Part| why.contains(&format!("'{}'", part.target));
-            let names_one = parts.iter_mut().any(|part| told(&&mut *part) && named(&&mut *part));
-            let mut lost: Vec<_> =
-                parts.iter_mut().filter(told).filter(|part| !names_one || named(part)).collect();
+            self.refuse_other()?;
+            // The request of a run that was killed, which libvirt carried out only now.
+            if self.virsh.job()?.is_some() {
+                self.end()?;
+                continue;
+            }
+            let told = |part: &Part| part.since.is_ok();
+            // It names the disk whose bitmap is gone; where it names none, all are compared.
+            let named = |part: &Part| why.contains(&format!("'{}'", part.target));
+            let names_one = parts.iter().any(|part| told(part) && named(part));
+            let lost: Vec<_> =
+                parts.iter_mut().filter(|part| told(part) && (named(part) || !names_one)).collect();
             if lost.is_empty() {
                 return Err(Failure::failed(format!(
                     "libvirt does not begin a backup job of {}: {why}",
                     self.machine
                 )));
             }
-            for part in &mut lost {
-                part.since = Err("QEMU's bitmap is gone, as after a kill of QEMU".into());
+            for part in lost {
+                part.since = Err(format!("QEMU's bitmap does not hold: {why}"));
             }
         }
     }

@@ -1,5 +1,7 @@
 //! A machine that is off: its disks are at rest, and locked as QEMU locks them, so that it does not start meanwhile.
 
+use std::path::Path;
+
 use anyhow::Result;
 use device::Format;
 use source::SourceOptions;
@@ -16,7 +18,7 @@ impl Machine<'_> {
         self.say_left_out();
         let mut members = Vec::new();
         for (target, image) in self.disks() {
-            if image.is_overlay {
+            if !image.beneath.is_empty() {
                 return Err(self.refuse_overlay(target).into());
             }
             let format = image.is_qcow2.then_some(Format::Qcow2);
@@ -43,6 +45,7 @@ impl Machine<'_> {
         for ((target, image), handle) in self.disks().zip(group.members()) {
             let known = handle.last_epoch()?.is_some();
             let (how, why) = match handle.lost()? {
+                Some(_) if self.ran(&image.path)? => ("compared", "its last sync was one of the VM as it ran".into()),
                 Some(why) => ("compared", why.to_string()),
                 None if known => ("still", "the VM is off, and nothing was written since its last sync".into()),
                 None => ("compared", "it was not synced yet".into()),
@@ -50,6 +53,11 @@ impl Machine<'_> {
             self.say((target, Some(&image.path)), how, &why);
         }
         sync.run(group, true)
+    }
+
+    /// True if what was read last of a disk was a moment of the machine as it ran.
+    fn ran(&self, path: &Path) -> Result<bool> {
+        Ok(source::last_moment(self.state, path)?.is_some_and(|moment| moment.elsewhere))
     }
 
     fn refuse_overlay(&self, target: &str) -> Failure {

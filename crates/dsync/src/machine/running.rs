@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 use anyhow::Result;
@@ -16,6 +16,7 @@ use super::job::{Begun, Job, Part, name_at};
 use super::{Machine, Pushed};
 use crate::failure::Failure;
 use crate::group_command::GroupSync;
+use crate::sync_command::TRACKED;
 
 /// How often it is begun anew because the machine was changed meanwhile.
 const ATTEMPTS: usize = 5;
@@ -58,9 +59,9 @@ impl Machine<'_> {
         let mut pushed = sync.run(group, false)?;
         let left = begun.end()?;
         left.iter().for_each(|left| self.output.warn(left));
-        for member in pushed.iter_mut().flat_map(|(_, members)| members) {
-            let told = parts.iter().any(|part| part.since.is_ok() && member.source.ends_with(&part.path));
-            if told && member.trust == crate::sync_command::TRACKED {
+        let members = pushed.iter_mut().flat_map(|(_, members)| members);
+        for (member, _) in members.zip(&parts).filter(|(_, part)| part.since.is_ok()) {
+            if member.trust == TRACKED {
                 member.trust = "as told by QEMU".into();
             }
         }
@@ -104,11 +105,12 @@ impl Machine<'_> {
         for (target, image) in self.disks() {
             let listed = listed(image);
             let is_listed = listed.is_ok();
+            let path = self.source_of(image)?;
             let since = match listed {
                 Err(why) => Err(why.to_owned()),
-                Ok(()) => self.since(&image.path, &checkpoints)?,
+                Ok(()) => self.since(&path, &checkpoints)?,
             };
-            let (target, path) = (target.to_owned(), image.path.clone());
+            let target = target.to_owned();
             parts.push(Part { target, path, is_qcow2: image.is_qcow2, is_listed, since });
         }
         Ok(parts)
@@ -128,6 +130,16 @@ impl Machine<'_> {
         })
     }
 
+    /// The path by which a disk is known: that of the image, or of one beneath it that is a member, as before a snapshot.
+    fn source_of(&self, image: &Image) -> Result<PathBuf> {
+        let members = source::group_members(self.state, &self.group)?;
+        let is_member = |path: &&PathBuf| {
+            let found = self.state.source(&path.to_string_lossy()).ok().flatten();
+            found.is_some_and(|(_, known)| members.iter().any(|(_, about, _)| about.uuid == known.uuid))
+        };
+        Ok(image.chain().find(is_member).unwrap_or(&image.path).clone())
+    }
+
     fn say_parts(&self, parts: &[Part]) {
         for part in parts {
             let (how, why) = match &part.since {
@@ -144,7 +156,7 @@ fn listed(image: &Image) -> Result<(), &'static str> {
     if !image.is_qcow2 {
         return Err("a raw image, of which libvirt keeps no checkpoint");
     }
-    if image.is_overlay {
+    if !image.beneath.is_empty() {
         return Err("its image has another beneath, as after a snapshot");
     }
     let mut head = [0; HEAD];
