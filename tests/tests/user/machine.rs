@@ -122,9 +122,20 @@ fn a_kill_of_qemu_costs_a_comparison() {
 #[test]
 fn a_vm_that_is_off_is_read_once_and_does_not_start_meanwhile() {
     let Some(world) = World::new("a VM by its name that is off") else { return };
+    world.host.virsh(["destroy", VM]).ok();
+    let mut running = world.run(&["--bwlimit", "2M"]).start();
+    until("the first copy is under way", || {
+        assert!(running.ended().is_none(), "it ended: {}", running.stderr_so_far());
+        world.replica("t1-vda.img.partial").exists()
+    });
+    world.host.virsh(["start", VM]).code(1).says(&["lock"]);
+    running.kill();
+    drop(running);
+    world.host.on(VM);
     world.sync();
     world.host.virsh(["destroy", VM]).ok();
     let said = world.sync().text();
+    assert!(said.contains("vda: compared: its last sync was one of the VM as it ran"), "{said}");
     world.equal();
     let said = world.sync().text();
     assert!(said.contains("vda: not read: the VM is off") && said.contains("vdb: not read"), "{said}");
@@ -276,11 +287,9 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
     let carried = std::fs::read_to_string(of(".xml")).expect("the definition");
     let defined = host.virsh(["dumpxml", "--inactive", "--security-info", ODD]).ok().text();
     assert_eq!(carried.trim_end(), defined.trim_end());
-    // A switch in which nothing is lost: what was written last is sent, and the old disks are replicas.
-    let group = names.iter().find_map(|name| name.strip_prefix('.')?.strip_suffix(".dsync-group")).expect("a group");
-    let demote = host.run(&site, binary()).args(["demote", "--group", group, "--rsh", RSH]);
-    demote.arg(format!("far:{}", replicas.display())).env("RSH_STATE", far.state()).ok();
-    far.dsync(["promote", "--group"]).arg(&replicas).ok();
+    // What was written last, with the VM off: nothing is given up.
+    assert!(sync().ok().text().contains("vda: compared: its last sync was one of the VM as it ran"));
+    far.dsync(["promote", "--force", "--group"]).arg(&replicas).ok();
     assert!(one_moment([&of("vda.img"), &of("vdb.img")]) > last);
     let there = carried
         .replace(&site.path("a.qcow2").display().to_string(), &of("vda.img").display().to_string())
@@ -290,6 +299,17 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
     std::fs::write(far.path("there.xml"), there).expect("a definition");
     other.virsh(["define"]).arg(far.path("there.xml")).ok();
     other.on(ODD);
+    // And back, into new files.
+    other.virsh(["destroy", ODD]).ok();
+    let back = site.path("back");
+    std::fs::create_dir(&back).expect("a folder");
+    let group = names.iter().find_map(|name| name.strip_prefix('.')?.strip_suffix(".dsync-group")).expect("a group");
+    let run = far.dsync(["sync", "--group", group, "--rsh", RSH]).arg(format!("far:{}", back.display()));
+    run.env("RSH_STATE", site.state()).ok();
+    for end in ["vda.img", "vdb.img", ".xml"] {
+        let there = of(end);
+        dsync_tests::image::assert_equal(&there, &back.join(there.file_name().expect("a name")));
+    }
 }
 
 #[test]
