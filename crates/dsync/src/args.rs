@@ -13,11 +13,11 @@ use compare::rolling::Cycles;
 use source::{CutOptions, FreezeMode, Told, ToldChanges};
 use sync::{Commit, Keep, LiveOptions, Stages};
 
-use crate::address::Address;
-use crate::bandwidth::Bandwidth;
-use crate::change_list;
 use crate::failure::Failure;
-use crate::units::{
+use crate::terms::address::Address;
+use crate::terms::bandwidth::Bandwidth;
+use crate::terms::change_list;
+use crate::terms::units::{
     self, parse_expiry, parse_factor, parse_range, parse_rate, parse_size, parse_time, parse_timeout,
 };
 

@@ -37,26 +37,12 @@
 
 #![forbid(unsafe_code)]
 
-pub mod backing;
 pub mod campaign;
 pub mod cell;
-pub mod destination;
 pub mod failure;
-pub mod file_system;
-pub mod files;
 pub mod foreign;
-pub mod host;
-pub mod inode;
-pub mod kernel;
-mod mirror;
-pub mod pipe;
+pub mod machine;
 mod roles;
-mod roles_group;
-mod roles_judge;
-mod roles_lineage;
-mod roles_model;
-mod roles_steps;
 mod site;
-pub mod tracker;
 pub mod world;
 mod write;
