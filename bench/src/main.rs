@@ -2,50 +2,10 @@
 //! rounds, printed as tables and written to a file.
 
 mod artifact;
-mod churn;
-mod clones;
-mod compare;
-mod compress;
-mod content;
-mod dsync;
-mod far;
-mod fec;
+mod cases;
 mod figures;
-mod harm;
 mod hosts;
-mod idle;
-mod inplace;
-mod keep;
-mod lengths;
-mod limit;
-mod limit_commit;
-mod line;
-mod link;
-mod mirror;
-mod packages;
-mod pair;
-mod paper;
-mod places;
-mod plot;
-mod postgres;
-mod process;
-mod qemu;
-mod record;
-mod relay;
-mod report;
-mod rolling;
-mod rows;
-mod scene;
-mod serve;
-mod sheet;
-mod sites;
-mod snapshots;
-mod sync;
-mod trace;
-mod track;
-mod vm;
-mod vscsi;
-mod wan;
+mod measure;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -53,7 +13,13 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
 
-use report::Report;
+use cases::{
+    clones, compare, compress, far, harm, idle, keep, mirror, record, rolling, serve, sync, track, wan,
+};
+use figures::{inplace, snapshots, trace, vm};
+use hosts::link;
+use measure::report::{self, Report};
+use measure::{limit, limit_commit, paper, process};
 
 /// Measure dsync beside its peers. Needs root for cold caches, loop devices and network namespaces; what cannot be had is
 /// left out, with a line that says so.

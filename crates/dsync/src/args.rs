@@ -13,11 +13,11 @@ use compare::rolling::Cycles;
 use source::{CutOptions, FreezeMode, Told, ToldChanges};
 use sync::{Commit, Keep, LiveOptions, Stages};
 
-use crate::address::Address;
-use crate::bandwidth::Bandwidth;
-use crate::change_list;
 use crate::failure::Failure;
-use crate::units::{
+use crate::terms::address::Address;
+use crate::terms::bandwidth::Bandwidth;
+use crate::terms::change_list;
+use crate::terms::units::{
     self, parse_expiry, parse_factor, parse_range, parse_rate, parse_size, parse_time, parse_timeout,
 };
 
@@ -603,6 +603,13 @@ pub(crate) struct MachineArgs {
     /// /var/lib/libvirt/qemu]
     #[arg(long, value_name = "DIR")]
     pub scratch: Option<PathBuf>,
+}
+
+impl MachineArgs {
+    /// True if any of them was given.
+    pub(crate) fn any(&self) -> bool {
+        !self.without.is_empty() || self.scratch.is_some()
+    }
 }
 
 /// Where metrics are served.

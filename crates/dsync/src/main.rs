@@ -2,56 +2,18 @@
 
 #![forbid(unsafe_code)]
 
-mod address;
 mod args;
-mod bandwidth;
-mod change_list;
-mod checkpoint;
-mod delta_files;
-mod demo;
-mod discover;
-mod effect;
-mod exposition;
-mod failover;
+mod commands;
 mod failure;
-mod far;
-mod far_side;
-mod forget;
-mod group_command;
-mod group_failover;
-mod group_rewind;
-mod hook;
-mod job;
-mod job_copies;
-mod key;
-mod local;
-mod location;
+mod jobs;
 mod machine;
-mod machine_name;
-mod manual;
-mod membership;
-mod metrics;
-mod mirror_command;
-mod mirroring;
-mod monitor;
-mod named_job;
 mod output;
-mod pipes;
-mod rehearsal;
-mod rewind;
-mod serve;
-mod service;
+mod reach;
 mod status;
-mod steering;
-mod sync_command;
-mod table;
-mod track;
-mod units;
+mod terms;
 mod unix_socket;
 mod usage;
-mod verify_command;
 mod wait;
-mod watch;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -59,13 +21,21 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use clap::Parser;
-use source::{Handle, StateDir};
+use source::StateDir;
 
 use args::{Cli, Command};
+use commands::group_failover::{demote, promote};
+use commands::{
+    checkpoint, delta_files, demo, discover, forget, group_command, group_rewind, manual, mirror_command,
+    pipes, serve, sync_command, track, verify_command,
+};
 use failure::Failure;
-use group_failover::{demote, promote};
+use jobs::steering::Steering;
+use jobs::{hook, job, named_job};
 use output::Output;
-use steering::Steering;
+use reach::{far_side, key};
+use status::{job_copies, monitor, table, watch};
+use terms::machine_name;
 use wait::until_free;
 
 /// Memory that is refused is an error that is told.
@@ -247,48 +217,4 @@ fn status(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> 
         None => table::run(args, state, output)?,
     }
     Ok(0)
-}
-
-/// The block size that the arguments ask for.
-fn block_size(size: Option<u64>) -> Result<Option<u32>> {
-    let Some(size) = size else { return Ok(None) };
-    match u32::try_from(size) {
-        Ok(size) if size.is_power_of_two() && (4096..=1 << 20).contains(&size) => Ok(Some(size)),
-        _ => Err(Failure::usage(format!(
-            "invalid --block-size {}: use a power of two from 4K to 1M",
-            device::exact_size(size)
-        ))
-        .into()),
-    }
-}
-
-/// The source that is meant, which must be known.
-fn known(what: &str, state: &StateDir) -> Result<(std::path::PathBuf, source::About)> {
-    state.source(what)?.ok_or_else(|| {
-        let why = "is not a known source: \"dsync status\" lists them";
-        source::SourceError::Unknown(format!("{what} {why}")).into()
-    })
-}
-
-/// Attaches to what is to be read.
-fn attach(state: &StateDir, what: &str, open: &args::SourceArgs) -> Result<Handle> {
-    Ok(sync::attach(state, what, &source_options(open)?)?)
-}
-
-/// Closes a source after what was done with it, also if that failed: then its error is the one to report.
-fn close<T, E: Into<anyhow::Error>>(handle: Handle, done: Result<T, E>) -> Result<T> {
-    let closed = handle.close();
-    let done = done.map_err(Into::into)?;
-    closed?;
-    Ok(done)
-}
-
-/// How a source is opened where nothing serves it.
-fn source_options(args: &args::SourceArgs) -> Result<source::SourceOptions> {
-    Ok(source::SourceOptions {
-        block_size: block_size(args.block_size)?,
-        trust_device: args.trust_device,
-        allow_shrink: args.allow_shrink,
-        ..source::SourceOptions::default()
-    })
 }

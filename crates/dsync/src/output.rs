@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::args::Cli;
-use crate::units;
+use crate::terms::units;
 
 /// Where and how to print.
 pub(crate) struct Output {

@@ -7,7 +7,7 @@ use anyhow::Result;
 use crate::args::WaitArg;
 use crate::failure::{self, BUSY};
 use crate::output::Output;
-use crate::units;
+use crate::terms::units;
 
 /// The pause between attempts, at first and at most.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);

@@ -6,9 +6,9 @@ use std::time::Duration;
 use device::Buf;
 use serde::Serialize;
 
+use crate::flow::rate::{Pace, Rate};
+use crate::flow::transport::{Shared, Traffic, Transport};
 use crate::flow::{End, Received};
-use crate::rate::{Pace, Rate};
-use crate::transport::{Shared, Traffic, Transport};
 use crate::{Error, Message, Result};
 
 /// One end of a link.

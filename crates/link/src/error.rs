@@ -1,7 +1,7 @@
 //! Errors of a link.
 
-use crate::key::Key;
-use crate::roles::Roles;
+use crate::keys::key::Key;
+use crate::keys::roles::Roles;
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

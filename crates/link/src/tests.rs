@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use device::Buf;
 
+use crate::flow::transport::WINDOW;
 use crate::tls::tests::over_tls;
-use crate::transport::WINDOW;
 use crate::{Error, Link, Message, widen};
 
 fn message(kind: u8, len: usize) -> Message {

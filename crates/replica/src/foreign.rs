@@ -53,14 +53,14 @@ use device::{Clock, StateFile};
 
 use uuid::Uuid;
 
-use crate::destination::{Name, fingerprint_beside};
+use crate::commit::undo::Touched;
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error, is_full};
 use crate::journal::{self, Contents, WHOLE, compares};
-use crate::lineage::{self, Lineage, Stamp, StepKind, Unsure};
-use crate::note::{self, Evidence, Foreign, Keeping, Note, Working};
+use crate::past::views;
 use crate::replica::Replica;
-use crate::undo::Touched;
-use crate::views;
+use crate::state::destination::{Name, fingerprint_beside};
+use crate::state::lineage::{self, Lineage, Stamp, StepKind, Unsure};
+use crate::state::note::{self, Evidence, Foreign, Keeping, Note, Working};
 
 /// The path leads elsewhere by now.
 pub(crate) fn covered(path: &Path) -> ReplicaError {

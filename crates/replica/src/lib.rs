@@ -20,110 +20,54 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
-// A file imports only files of the groups above its own.
-mod aside;
-mod attributes;
-mod copies;
-mod error;
-mod index;
-mod keep;
-mod role;
-
-mod version;
-
-mod intent;
-
-mod options;
-mod past_commits;
-
-mod lineage;
-
-mod destination;
-mod journal;
-mod last_writes;
-mod locate;
-mod note;
-
-mod unsure;
-
-mod old;
-mod present;
-mod trail;
-
-mod past;
-mod saving;
-
-mod views;
-
-mod status;
-
-mod apply;
-mod replica;
-
-mod fit;
-mod foreign;
-mod holes;
-
-mod given_up;
-mod undo;
-
-mod accept;
-mod origin;
-mod undo_log;
-mod viewed;
-
-mod batches;
 mod commit;
-mod open;
-mod receive;
-mod recover;
-
-mod demoted;
-mod known;
-mod promoted;
-mod rewind;
-mod settled;
-mod verdict;
-mod view;
-
-mod group_past;
-
+mod error;
+mod foreign;
 mod group;
-mod view_together;
-
+mod journal;
+mod known;
+mod moments;
+mod open;
+mod past;
+mod recover;
+mod replica;
+mod roles;
+mod settled;
+mod state;
+mod status;
 #[cfg(test)]
 mod tests;
 
-pub use accept::{Acceptable, accept_unwritten};
-pub use batches::{BatchLog, Batches};
-pub use demoted::{Demotion, demotes_anew};
-#[doc(hidden)]
-pub use destination::{Destination, DeviceDestination, Name};
+pub use commit::accept::{Acceptable, accept_unwritten};
+pub use commit::batches::{BatchLog, Batches};
+pub use commit::given_up::has_dropped;
+pub use commit::receive::{Commit, Committed, DeltaReceiver};
 pub use error::{ReplicaError, Result};
-pub use given_up::has_dropped;
+#[doc(hidden)]
+pub use group::past::{FoundMembers, choose_members, past_of};
+pub use group::past::{GroupHistory, GroupMoment, find_group, group_history};
+pub use group::view::{Wanted, view_together};
 pub use group::{Group, folder_of_replicas, name_in};
-#[doc(hidden)]
-pub use group_past::{FoundMembers, choose_members, past_of};
-pub use group_past::{GroupHistory, GroupMoment, find_group, group_history};
-pub use intent::{Intent, Member, Membership};
-pub use keep::{Keep, Span};
+pub use journal::unsure::UnsureSet;
+pub use known::origin::origin;
+pub use known::verdict::{Coverage, Verdict, verdict};
 pub use known::{Condition, KnownPast, KnownReplica, KnownReplicas};
-pub use lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward, Unsure};
-pub use locate::inspect;
-pub use options::{Herald, Options, SourceTime};
-pub use origin::origin;
+pub use moments::rewind::{History, history, history_at_work};
+pub use moments::view::{View, readers};
+pub use past::views::Reader;
 pub use past::{GivenUp, Moment};
-pub use promoted::{Outlook, promotes_still, to_promote};
-#[doc(hidden)]
-pub use promoted::{promotes_still_by, to_promote_by};
-pub use receive::{Commit, Committed, DeltaReceiver};
 pub use replica::{Expected, Replica};
-pub use rewind::{History, history, history_at_work};
-pub use role::{Demoted, FIRST_TERM, GaveUp, Promoted, Released, Role};
+pub use roles::demoted::{Demotion, demotes_anew};
+pub use roles::promoted::{Outlook, promotes_still, to_promote};
+#[doc(hidden)]
+pub use roles::promoted::{promotes_still_by, to_promote_by};
 pub use settled::{is_committing, settle};
+#[doc(hidden)]
+pub use state::destination::{Destination, DeviceDestination, Name};
+pub use state::intent::{Intent, Member, Membership};
+pub use state::keep::{Keep, Span};
+pub use state::lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward, Unsure};
+pub use state::locate::inspect;
+pub use state::options::{Herald, Options, SourceTime};
+pub use state::role::{Demoted, FIRST_TERM, GaveUp, Promoted, Released, Role};
 pub use status::Status;
-pub use unsure::UnsureSet;
-pub use verdict::{Coverage, Verdict, verdict};
-pub use view::{View, readers};
-pub use view_together::{Wanted, view_together};
-pub use views::Reader;

@@ -4,18 +4,18 @@ use std::path::Path;
 
 use device::{Folder, FolderLock, Format};
 
-use crate::destination::{Destination, DeviceDestination, ExportDestination, FileDestination, Name};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::foreign::covered;
 use crate::journal::{ARRIVING, WHOLE};
-use crate::lineage::{Lineage, Stamp, Unsure};
-use crate::locate::{Kind, locate, moved_from, refuse_others_state};
-use crate::note::{self, Foreign};
-use crate::options::Options;
 use crate::past::Settings;
+use crate::past::views::Views;
 use crate::replica::Replica;
-use crate::role::Promoted;
-use crate::views::Views;
+use crate::state::destination::{Destination, DeviceDestination, ExportDestination, FileDestination, Name};
+use crate::state::lineage::{Lineage, Stamp, Unsure};
+use crate::state::locate::{Kind, locate, moved_from, refuse_others_state};
+use crate::state::note::{self, Foreign};
+use crate::state::options::Options;
+use crate::state::role::Promoted;
 
 /// Places at which a device is looked at before a first copy to it.
 const SAMPLES: u64 = 64;

@@ -9,17 +9,17 @@ use device::{Disk, Folder, FolderLock, ImageLock};
 use lineage::Lives;
 use uuid::Uuid;
 
-use crate::destination::{Destination, Name};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::journal::unsure::{self, UnsureSet};
 use crate::journal::{ARRIVING, Contents, WHOLE};
-use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Toward, Unsure};
-use crate::note::{Foreign, Working};
-use crate::options::Options;
 use crate::past::Settings;
-use crate::role::{FIRST_TERM, Role};
+use crate::past::views::Views;
+use crate::state::destination::{Destination, Name};
+use crate::state::lineage::{Lineage, Position, Stamp, State, StepKind, Toward, Unsure};
+use crate::state::note::{Foreign, Working};
+use crate::state::options::Options;
+use crate::state::role::{FIRST_TERM, Role};
 use crate::status::Status;
-use crate::unsure::{self, UnsureSet};
-use crate::views::Views;
 
 /// How many bytes may be written before what has come is made durable: as much is sent again after a crash.
 pub(crate) const SAVE_BYTES: u64 = 64 << 20;
@@ -512,7 +512,7 @@ impl Replica {
 
     /// Makes room for the next lineage, before a journal takes what there is: without it, that could never be merged.
     pub(crate) fn reserve(&self) -> Result<()> {
-        let (name, state) = (crate::lineage::NAME, "the replica is unchanged");
+        let (name, state) = (crate::state::lineage::NAME, "the replica is unchanged");
         self.at_readers_cost(|| {
             let reserved = device::reserve(&*self.folder, name, self.lineage.room());
             reserved.map_err(disk_error("write the lineage", &self.folder.path().join(name), state))?;
@@ -567,7 +567,7 @@ impl Replica {
         self.announce()?;
         self.lose_readers("the replica was forgotten")?;
         // First what makes it a replica: what is left after a crash belongs to nothing.
-        self.remove(crate::lineage::NAME)?;
+        self.remove(crate::state::lineage::NAME)?;
         self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
         if !self.destination.is_device() {
             self.destination
@@ -599,7 +599,7 @@ impl Replica {
     pub(crate) fn drop_journal(&mut self) -> Result<()> {
         self.journal = None;
         self.remove(ARRIVING)?;
-        self.remove(&device::reserved(crate::lineage::NAME))?;
+        self.remove(&device::reserved(crate::state::lineage::NAME))?;
         unsure::give_back(&*self.folder)?;
         // It may have got its last name already. Nothing was merged from it.
         self.remove(WHOLE)

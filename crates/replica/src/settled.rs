@@ -6,11 +6,11 @@ use std::path::Path;
 use crate::error::{ReplicaError, Result, io_error};
 use crate::journal::{ARRIVING, WHOLE};
 use crate::known::changed;
-use crate::lineage::{Lineage, State, StepKind, Unsure};
-use crate::locate::{inspect, state_folder};
-use crate::note::Foreign;
-use crate::options::Options;
 use crate::replica::Replica;
+use crate::state::lineage::{Lineage, State, StepKind, Unsure};
+use crate::state::locate::{inspect, state_folder};
+use crate::state::note::Foreign;
+use crate::state::options::Options;
 
 impl Lineage {
     /// Why the destination holds what its source never was at one moment, as the part of a sentence; `None` if it holds what

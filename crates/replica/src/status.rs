@@ -4,9 +4,9 @@ use delta::{Epoch, Resume};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::lineage::{Position, State};
-use crate::role::Role;
-use crate::unsure::UnsureSet;
+use crate::journal::unsure::UnsureSet;
+use crate::state::lineage::{Position, State};
+use crate::state::role::Role;
 
 /// The status of a replica: what its source must know to find what it lacks.
 ///

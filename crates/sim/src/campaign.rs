@@ -13,9 +13,9 @@ use testing::Random;
 
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
 use crate::failure::{self, Failure};
-use crate::host::{Event, lock};
-use crate::inode::content_of;
-use crate::kernel::BLOCK;
+use crate::machine::host::{Event, lock};
+use crate::machine::inode::content_of;
+use crate::machine::kernel::BLOCK;
 use crate::roles::{self, Scene};
 use crate::world::{Cuts, DISK, IMAGES, SPARE, World};
 use crate::write::Write;
@@ -471,7 +471,7 @@ impl Run {
                 let host = if far { self.world.far.clone() } else { self.world.near.clone() };
                 let process = host.process();
                 host.plan(0, Event::PowerCut);
-                let _ = device::Folder::sync(&crate::files::SimFolder::new(&process, "nothing"));
+                let _ = device::Folder::sync(&crate::machine::files::SimFolder::new(&process, "nothing"));
                 self.world.bury();
             }
             _ => {}
@@ -640,8 +640,9 @@ impl Run {
         let name = self.world.replicas[which].name.clone();
         self.world.tell(format!("planned: another program writes to {name} at {offset}, {at} steps on"));
         self.world.replicas[which].meanwhile = true;
-        let act =
-            move |state: &mut crate::host::State| state.foreign_write(&name, offset, &[0xEE; 512], late);
+        let act = move |state: &mut crate::machine::host::State| {
+            state.foreign_write(&name, offset, &[0xEE; 512], late)
+        };
         self.world.far.plan(at, Event::Does(Box::new(act)));
     }
 
@@ -659,7 +660,7 @@ impl Run {
             let at = dice.within(1..self.last_steps.max(20));
             let epoch = uuid::Uuid::from_u128(u128::from(dice.bits()));
             self.world.tell(format!("planned: another program takes the record, {at} steps on"));
-            let act = move |state: &mut crate::host::State| {
+            let act = move |state: &mut crate::machine::host::State| {
                 state.tracker(disk).take_record(epoch);
                 state.told.push("another program takes the record".into());
             };
@@ -675,7 +676,7 @@ impl Run {
             let idles = dice.one_in(4);
             let moments = self.world.moments.clone();
             self.world.near.plan(at, Event::Does(Box::new(move |state| write.queue(state, disk))));
-            let landing = move |state: &mut crate::host::State| {
+            let landing = move |state: &mut crate::machine::host::State| {
                 state.end_writes(disk);
                 lock(&moments).add(state.files.content_name(disk));
                 if idles {

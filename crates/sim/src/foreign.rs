@@ -4,7 +4,7 @@
 //! exception: during own writes, within a second after a kill interrupted these, within ten before a power cut,
 //! and on a device before a reboot.
 
-use crate::host::{Foreign, State};
+use crate::machine::host::{Foreign, State};
 use crate::world::{IMAGES, folder_of, name_of};
 
 /// More replicas than any world has.

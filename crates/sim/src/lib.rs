@@ -1,7 +1,7 @@
 //! Both ends of a conversation in one process, over disks, folders and links that fail as a seed says. For tests.
 //!
 //! The product's own code runs, from [`sync::push`] to the commit of the replica; what is beneath it is simulated: machines
-//! ([`host::Host`]) with a file system in memory, devices, trackers of live disks and a power supply, and lines between them. At
+//! ([`machine::host::Host`]) with a file system in memory, devices, trackers of live disks and a power supply, and lines between them. At
 //! each step the seed may let a call fail once or for a while, cut the line, kill the process, or cut the power, which loses any of
 //! what was not flushed. The list of moments that the source went through tells what a replica may hold.
 //!
@@ -37,26 +37,12 @@
 
 #![forbid(unsafe_code)]
 
-pub mod backing;
 pub mod campaign;
 pub mod cell;
-pub mod destination;
 pub mod failure;
-pub mod file_system;
-pub mod files;
 pub mod foreign;
-pub mod host;
-pub mod inode;
-pub mod kernel;
-mod mirror;
-pub mod pipe;
+pub mod machine;
 mod roles;
-mod roles_group;
-mod roles_judge;
-mod roles_lineage;
-mod roles_model;
-mod roles_steps;
 mod site;
-pub mod tracker;
 pub mod world;
 mod write;

@@ -16,11 +16,11 @@ use sync::{Site, SyncError};
 use trackers::TrackedDisk;
 use uuid::Uuid;
 
-use crate::backing::SimBacking;
 use crate::cell::Target;
-use crate::files::{SimDisk, SimFolder, group_folder};
-use crate::host::{Held, Process, lock};
-use crate::kernel::BLOCK;
+use crate::machine::backing::SimBacking;
+use crate::machine::files::{SimDisk, SimFolder, group_folder};
+use crate::machine::host::{Held, Process, lock};
+use crate::machine::kernel::BLOCK;
 use crate::world::{IMAGES, REGION, World, folder_of};
 
 /// The folder of the state of the source on a disk.

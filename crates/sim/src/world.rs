@@ -14,16 +14,16 @@ use sync::SyncError;
 use testing::Random;
 use uuid::Uuid;
 
-use crate::backing::SimBacking;
 use crate::cell::{Cell, Origin, Target, Way};
-use crate::destination::{SimDevice, SimFile};
-use crate::files::{SimDisk, SimFolder};
-use crate::host::{Held, Host, Process, lock};
-use crate::inode::{Content, PAGE};
-use crate::kernel::{BLOCK, Kernel, Kind};
-use crate::mirror::{self, Ends};
-use crate::pipe::far_link;
-use crate::tracker::SimTracker;
+use crate::machine::backing::SimBacking;
+use crate::machine::destination::{SimDevice, SimFile};
+use crate::machine::files::{SimDisk, SimFolder};
+use crate::machine::host::{Held, Host, Process, lock};
+use crate::machine::inode::{Content, PAGE};
+use crate::machine::kernel::{BLOCK, Kernel, Kind};
+use crate::machine::mirror::{self, Ends};
+use crate::machine::pipe::far_link;
+use crate::machine::tracker::SimTracker;
 
 /// Bytes of a region of the write-intent log.
 pub(crate) const REGION: u64 = 64 << 10;

@@ -3,9 +3,9 @@
 use device::Disk;
 use testing::Random;
 
-use crate::host::State;
-use crate::inode::PAGE;
-use crate::kernel::BLOCK;
+use crate::machine::host::State;
+use crate::machine::inode::PAGE;
+use crate::machine::kernel::BLOCK;
 
 /// A write to the source.
 #[derive(Debug, Clone)]

@@ -20,7 +20,7 @@ const YEAR: u64 = 365 * 24 * 12;
 const MORE: f64 = 1.1;
 
 /// Bytes of the files in a folder of the simulated machine, and how many there are.
-fn kept(host: &sim::host::Host, folder: &str) -> (usize, usize) {
+fn kept(host: &sim::machine::host::Host, folder: &str) -> (usize, usize) {
     let files = host.state().files.snapshot(folder);
     (files.values().map(Vec::len).sum(), files.len())
 }

@@ -11,11 +11,11 @@ use extents::Bitmap;
 use lineage::Lives;
 
 use crate::SourceError;
-use crate::backing::Backing;
 use crate::control::{Client, ServedBatch};
-use crate::courtesy::Courtesy;
-use crate::state::About;
-use crate::view::View;
+use crate::disk::backing::Backing;
+use crate::record::state::About;
+use crate::views::courtesy::Courtesy;
+use crate::views::shared::View;
 
 /// Follows a source that a server writes.
 pub struct Batches {

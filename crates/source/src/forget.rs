@@ -5,11 +5,11 @@ use std::path::Path;
 use device::{Dir, FolderLock};
 
 use crate::SourceError;
-use crate::bookmarks::Bookmarks;
 use crate::control::Client;
-use crate::discard::remove;
-use crate::state::{About, StateDir};
-use crate::tally::Tally;
+use crate::disk::discard::remove;
+use crate::record::bookmarks::Bookmarks;
+use crate::record::state::{About, StateDir};
+use crate::record::tally::Tally;
 
 /// Forgets the source whose folder is `place`: its history, its bookmarks and its record. Its disk is not touched.
 ///

@@ -5,10 +5,10 @@ use delta::Epoch;
 use extents::Bitmap;
 
 use crate::SourceError;
-use crate::group::{Membership, check_name, in_another, join_in, record_commit, record_cut};
+use crate::control::group::{Membership, check_name, in_another, join_in, record_commit, record_cut};
 use crate::handle::Handle;
 use crate::live::{Cut, CutOptions, Live};
-use crate::view::View;
+use crate::views::shared::View;
 
 /// The sources of a group, to be copied from.
 pub struct GroupHandle {

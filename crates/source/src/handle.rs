@@ -9,24 +9,24 @@ use extents::Bitmap;
 use lineage::{Lives, Point};
 use trackers::LastWriteTime;
 
-use crate::backing::{Backing, PathBacking};
 use crate::batches::Batches;
-use crate::bookmarks::{Bookmarks, Reached};
-use crate::clones;
+use crate::control::group::Membership;
 use crate::control::{Client, ServedView, Status, status};
-use crate::courtesy::{Courtesy, Feels};
-use crate::export::unrecorded;
-use crate::group::Membership;
-use crate::history::{History, Position};
+use crate::disk::backing::{Backing, PathBacking};
+use crate::disk::clones;
+use crate::disk::export::unrecorded;
+use crate::disk::moments;
 use crate::live::Live;
-use crate::lives;
-use crate::moments;
 use crate::peek::is_cloned;
+use crate::record::bookmarks::{Bookmarks, Reached};
+use crate::record::history::{History, Position};
+use crate::record::lives;
+use crate::record::stamp::ImageStamp;
+use crate::record::state::{About, StateDir, about_in};
+use crate::record::tally::Counter;
 use crate::source::{Source, SourceOptions};
-use crate::stamp::ImageStamp;
-use crate::state::{About, StateDir, about_in};
-use crate::tally::Counter;
-use crate::view::View;
+use crate::views::courtesy::{Courtesy, Feels};
+use crate::views::shared::View;
 use crate::{Gap, SourceError};
 
 /// A source, to be copied from.

@@ -27,79 +27,58 @@
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
-mod attended;
-mod backing;
 mod batches;
-mod bookmarks;
-mod clones;
 mod control;
-mod convergence;
-mod courtesy;
-mod discard;
+mod disk;
 mod error;
-mod export;
 mod forget;
-mod freeze;
 mod gap;
-mod group;
 mod group_handle;
 mod handle;
-mod history;
-mod json;
 mod live;
-mod lives;
-mod memory_view;
-mod moments;
-mod outside;
-mod overwritten;
-mod pace;
 mod peek;
-mod rests;
+mod record;
 mod source;
-mod stamp;
-mod state;
 mod succeed;
-mod tally;
 mod track;
-mod view;
-mod watchdog;
+mod views;
 
-pub use attended::{Attended, There};
-pub use backing::{Backing, disk_in, read_image};
 pub use batches::{Batch, Batches};
-pub use bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
-pub use clones::Around;
-pub use control::{Client, ControlServer, Status};
-pub use convergence::Convergence;
-pub use device::Boot;
-#[doc(hidden)]
-pub use discard::clear;
-pub use error::SourceError;
-pub use export::unrecorded;
-pub use forget::{forget_bookmark, forget_source, in_use};
-pub use freeze::{Freeze, FreezeError, Prepared};
-pub use gap::Gap;
-pub use group::{
+pub use control::group::{
     Members, Membership, SourceGroup, check_name, check_promotion, group_members, join_group, leave_group,
 };
 #[doc(hidden)]
-pub use group::{join_in, leave_in};
+pub use control::group::{join_in, leave_in};
+pub use control::{Client, ControlServer, Status};
+pub use device::Boot;
+pub use disk::backing::{Backing, disk_in, read_image};
+pub use disk::clones::Around;
+#[doc(hidden)]
+pub use disk::discard::clear;
+pub use disk::export::unrecorded;
+pub use disk::moments::{ChangeList, LastMoment, Told, ToldChanges, last_moment, moment_of};
+pub use error::SourceError;
+pub use forget::{forget_bookmark, forget_source, in_use};
+pub use gap::Gap;
 pub use group_handle::GroupHandle;
 pub use handle::{Changes, Handle};
-pub use history::trail::{Step, Trail, leave_trail, note_step};
-pub use history::{EpochInfo, History, Position};
+pub use live::convergence::Convergence;
+pub use live::freeze::{Freeze, FreezeError, Prepared};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
-pub use lives::lives;
-pub use moments::{ChangeList, LastMoment, Told, ToldChanges, last_moment, moment_of};
-pub use overwritten::overwritten;
 pub use peek::{KeptClone, Written, doubt, lost, was_served, written_since};
-pub use source::{BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
-pub use state::{About, StateDir, Survey, export_name, file_name};
+pub use record::bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
+pub use record::history::trail::{Step, Trail, leave_trail, note_step};
+pub use record::history::{EpochInfo, History, Position};
+pub use record::lives::lives;
+pub use record::overwritten::overwritten;
+pub use record::state::{About, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]
-pub use state::{about_in, write_about};
+pub use record::state::{about_in, write_about};
+pub use record::tally::{Counter, LastFailure, LastVerify, Tally, Work};
+pub use source::{BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 #[doc(hidden)]
 pub use succeed::succeed_in;
 pub use succeed::{Succession, check_term, succeed};
-pub use tally::{Counter, LastFailure, LastVerify, Tally, Work};
 pub use track::{track_by_clones, untrack};
-pub use view::View;
+pub use views::attended::{Attended, There};
+pub use views::shared::View;

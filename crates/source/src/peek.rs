@@ -7,13 +7,13 @@ use extents::Bitmap;
 use serde::Serialize;
 use trackers::{TrackedDisk, Tracker};
 
-use crate::clones;
 use crate::control::Client;
-use crate::history::History;
+use crate::disk::clones;
 use crate::live::OTHER_HISTORY;
+use crate::record::history::History;
+use crate::record::stamp::ImageStamp;
+use crate::record::state::About;
 use crate::source::Source;
-use crate::stamp::ImageStamp;
-use crate::state::About;
 use crate::{Gap, SourceError};
 
 /// Why the next sync could not use what was recorded since the last epoch of a source, and would compare; `None` if it could.

@@ -16,20 +16,20 @@ use qcow2::Use;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
 
-use crate::backing::{Backing, PathBacking, disk_in, open_image};
-use crate::bookmarks::{Bookmarks, Reached};
-use crate::clones::{self, Around, NewClone};
-use crate::discard;
-use crate::export::ExportBacking;
-use crate::history::{History, Position};
-use crate::lives::{self, Batches};
-use crate::moments::{self, MomentBacking, NewMoment, Told};
-use crate::outside::Outside;
-use crate::rests::Rests;
-use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, UNRECORDED, Verdict};
-use crate::state::{About, StateDir, about_in, write_about};
-use crate::tally::Tally;
-use crate::view::View;
+use crate::disk::backing::{Backing, PathBacking, disk_in, open_image};
+use crate::disk::clones::{self, Around, NewClone};
+use crate::disk::discard;
+use crate::disk::export::ExportBacking;
+use crate::disk::moments::{self, MomentBacking, NewMoment, Told};
+use crate::disk::outside::Outside;
+use crate::disk::rests::Rests;
+use crate::record::bookmarks::{Bookmarks, Reached};
+use crate::record::history::{History, Position};
+use crate::record::lives::{self, Batches};
+use crate::record::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, UNRECORDED, Verdict};
+use crate::record::state::{About, StateDir, about_in, write_about};
+use crate::record::tally::Tally;
+use crate::views::shared::View;
 use crate::{Gap, SourceError};
 
 /// How to open a source.
@@ -636,7 +636,7 @@ impl Source {
     /// # Errors
     /// If that cannot be written.
     pub fn note_served_as(&self, name: &str) -> Result<(), SourceError> {
-        crate::state::note_served_as(self.folder(), self.about(), name)
+        crate::record::state::note_served_as(self.folder(), self.about(), name)
     }
 
     /// The disk to write through.

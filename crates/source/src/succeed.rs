@@ -14,13 +14,13 @@ use qcow2::Use;
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::backing::{Backing, PathBacking, open_image};
-use crate::discard::clear;
-use crate::history::History;
-use crate::history::trail::Trail;
+use crate::disk::backing::{Backing, PathBacking, open_image};
+use crate::disk::discard::clear;
+use crate::record::history::History;
+use crate::record::history::trail::Trail;
+use crate::record::stamp::Verdict;
+use crate::record::state::{ABOUT, About, StateDir, write_about};
 use crate::source::{Parts, Source, SourceOptions};
-use crate::stamp::Verdict;
-use crate::state::{ABOUT, About, StateDir, write_about};
 
 /// What a replica takes over from its source.
 #[derive(Debug)]

@@ -7,11 +7,11 @@ use delta::Epoch;
 use device::{Dir, FolderLock};
 
 use crate::SourceError;
-use crate::clones;
 use crate::control::Client;
+use crate::disk::clones;
+use crate::record::stamp::ImageStamp;
+use crate::record::state::StateDir;
 use crate::source::{Source, SourceOptions};
-use crate::stamp::ImageStamp;
-use crate::state::StateDir;
 
 /// Tracks an image by clones from now on: ends its epoch, and keeps a clone of that. The image may be in use, and one that is no source yet
 /// becomes one. What was written to it before is known as far as it was recorded. Returns the epoch, and how long writers waited.

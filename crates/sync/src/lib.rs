@@ -33,88 +33,56 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
-mod account;
-mod allowed_paths;
-mod apart;
-mod attach;
-mod attempts;
-mod batching;
-mod compared;
 mod conflict;
 mod cut_hook;
-mod demote;
-mod dense;
-mod digests;
-mod ended;
 mod error;
 mod extents;
-mod extract;
-mod facts;
-mod far;
-mod group;
-mod group_demote;
-mod group_mirror;
-mod group_promote;
-mod group_receiver;
-mod host;
-mod last_word;
-mod live;
-mod messages;
 mod mirror;
-mod mirror_receiver;
 mod options;
-mod pack;
-mod pipeline;
 mod plan;
-mod primary;
-mod promote;
-mod pull;
-mod push;
-mod read;
-mod receive;
+mod replica_end;
 mod report;
 mod roles;
-mod saved;
 mod site;
+mod source_end;
 #[cfg(test)]
 mod tests;
 mod transfer;
-mod unlike;
-mod verify;
+mod wire;
 
-pub use account::count_failure;
-pub use allowed_paths::AllowedPaths;
-pub use apart::give_up_member;
-pub use attach::{ToldMember, attach, attach_group, attach_told_group, follow, follow_group, resized};
-pub use batching::Batching;
 pub use conflict::{Conflict, Diverged, Divergence, Since, with_ends};
 pub use cut_hook::CutHook;
 pub use delta::Method;
-pub use demote::{DemoteOptions, DemoteSummary, LastSync, demote};
 pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
-pub use extract::{Extracted, extract};
-pub use facts::PULLED;
-#[doc(hidden)]
-pub use far::merge_over;
-pub use far::{MergeOptions, Merged, known_replicas, merge, open_options, open_replica};
-pub use group::{GroupSummary, push_group};
-pub use group_demote::{Afterwards, LastGroupSync, demote_group};
-pub use group_mirror::{GroupEvent, GroupMirror, GroupMirrorSummary};
-pub use group_promote::{GroupPromotion, promote_group};
-pub use last_word::LastWord;
+pub use mirror::batching::Batching;
+pub use mirror::group::{GroupEvent, GroupMirror, GroupMirrorSummary};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
 pub use options::{GiveUp, LiveOptions, SyncOptions, Unreadable, Way};
-pub use pipeline::Stages;
-pub use promote::{PromoteOptions, Promotion, promote};
-pub use pull::{Pull, PullClient, PullContext, SourceInfo, SourceRequest, Task, send};
-pub use push::push;
-#[doc(hidden)]
-pub use receive::receive_over;
-pub use receive::{receive, receive_within};
+pub use plan::facts::PULLED;
 pub use replica::{Commit, Keep};
+pub use replica_end::allowed_paths::AllowedPaths;
+#[doc(hidden)]
+pub use replica_end::far::merge_over;
+pub use replica_end::far::{MergeOptions, Merged, known_replicas, merge, open_options, open_replica};
+pub use replica_end::pull::{Pull, PullClient, PullContext, SourceInfo, SourceRequest, Task, send};
+#[doc(hidden)]
+pub use replica_end::receive::receive_over;
+pub use replica_end::receive::{receive, receive_within};
 pub use report::{GivenUp, Progress, Summary};
+pub use roles::attach::{ToldMember, attach, attach_group, attach_told_group, follow, follow_group, resized};
+pub use roles::demote::{DemoteOptions, DemoteSummary, LastSync, demote};
+pub use roles::group_demote::{Afterwards, LastGroupSync, demote_group};
+pub use roles::group_promote::{GroupPromotion, promote_group};
+pub use roles::last_word::LastWord;
+pub use roles::promote::{PromoteOptions, Promotion, promote};
 pub use roles::{made_elsewhere, refuse_replica, unpromoted};
 #[doc(hidden)]
 pub use site::Site;
-pub use verify::{Verified, VerifyOptions, verify};
+pub use source_end::account::count_failure;
+pub use source_end::apart::give_up_member;
+pub use source_end::group::{GroupSummary, push_group};
+pub use source_end::push::push;
+pub use source_end::verify::{Verified, VerifyOptions, verify};
+pub use transfer::extract::{Extracted, extract};
+pub use wire::pipeline::Stages;

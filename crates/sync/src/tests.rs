@@ -12,11 +12,11 @@ use link::{Link, Message, Receiver, Sender};
 use source::{Handle, StateDir};
 use uuid::Uuid;
 
-use crate::messages::{
+use crate::plan::Knowledge;
+use crate::wire::messages::{
     CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, Status, TRAILER, expect,
     of_digest_report, of_unit,
 };
-use crate::plan::Knowledge;
 use crate::{Commit, SyncOptions, VerifyOptions, push, receive, verify};
 
 const MIB: u64 = 1 << 20;
@@ -202,7 +202,7 @@ fn what_the_other_side_says_does_nothing_to_a_terminal() {
     };
     let failed = serde_json::json!({"message": evil, "class": "failed"});
     // Its lines are kept, and indented where they are printed.
-    let told = greeted(&handle, crate::messages::FAILED, &failed, None);
+    let told = greeted(&handle, crate::wire::messages::FAILED, &failed, None);
     told.iter().for_each(|text| harmless(&text.replace('\n', " ")));
     let mut lie = status(handle.about().uuid);
     (lie.replica.recovered, lie.replica.changed) = (Some(evil.clone()), Some(evil));
@@ -230,7 +230,7 @@ fn what_an_unknown_epoch_brought_is_compared() {
     let knowledge = |toward| {
         let replica = replica::Status { toward, ..replica::Status::at(handle.about().uuid, epoch, SIZE) };
         let status = Status { replica, ..status(handle.about().uuid) };
-        crate::facts::facts(&handle, &status, "/replica", &SyncOptions::default()).unwrap().history
+        crate::plan::facts::facts(&handle, &status, "/replica", &SyncOptions::default()).unwrap().history
     };
     assert!(
         matches!(knowledge(None), Knowledge::Known) && matches!(knowledge(Some(epoch)), Knowledge::Known)
@@ -275,7 +275,7 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
     let handle = place.source();
     let uuid = handle.about().uuid;
     let told = |told: compare::rolling::SumReport, bytes: usize| Message {
-        kind: crate::messages::SUMS,
+        kind: crate::wire::messages::SUMS,
         head: serde_json::to_vec(&told).unwrap(),
         body: Buf::new(bytes),
     };
@@ -442,7 +442,7 @@ fn what_no_source_plans_is_refused_where_it_is_heard() {
         Plan { compare: Some(compare), delta: true, ..Plan::default() },
         Plan { compare: Some(Scope { rate: Some(1), ..Scope::whole(SIZE, 4096) }), ..Plan::default() },
         // Nobody has consented to that.
-        Plan { give_up: Some(crate::messages::Apart { since: Some(1) }), ..Plan::default() },
+        Plan { give_up: Some(crate::wire::messages::Apart { since: Some(1) }), ..Plan::default() },
     ] {
         let text: String = format!("{plan:?}").chars().take(300).collect();
         let error = accuse(&place, &open(replica.clone()), message(&plan)).unwrap_err().to_string();
@@ -494,7 +494,7 @@ fn digests_take_room_for_what_was_sent_and_not_for_what_was_said() {
     use std::os::unix::fs::MetadataExt;
     let (place, size) = (Place::new(), 16 << 30);
     let replica = place.path("copy");
-    let digests = Some(crate::digests::Digests { file: None, hash: compare::Hash::Xxh3 });
+    let digests = Some(crate::wire::digests::Digests { file: None, hash: compare::Hash::Xxh3 });
     let open = Open { digests, ..Open::new(&replica, &None, Commit::Journal) };
     let epoch = Epoch { number: 1, id: Uuid::from_u128(1) };
     let header = Header::new(Uuid::from_u128(2), Method::Copy, vec![epoch], (0, size), 512);

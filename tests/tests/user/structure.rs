@@ -1,5 +1,6 @@
-//! The source keeps its shape: the files of a crate import one another in one direction, a function fits on a screen, a struct
-//! has few fields, and every file of state is in the table of docs/architecture.md. The code is read as rustfmt leaves it. Tests in it
+//! The source keeps its shape: the files of a crate import one another in one direction and lie in folders by subject, each begins
+//! with what it is for, a function fits on a screen, a struct has few fields, and every file of state is in the table of
+//! docs/architecture.md. The code is read as rustfmt leaves it. Tests in it
 //! are passed over.
 
 use std::collections::btree_map::Entry;
@@ -9,6 +10,8 @@ use std::path::{Path, PathBuf};
 /// Lines of a function, from its name to its closing brace.
 const SCREEN: usize = 80;
 const FIELDS: usize = 15;
+/// Files at the top of a crate, beside its root.
+const FILES: usize = 12;
 /// Begins a line of the doc comment of a function or a struct that is larger for a reason.
 const LONG: &str = "/// Longer than a screen: ";
 const WIDE: &str = "/// More than fifteen fields: ";
@@ -18,6 +21,27 @@ fn files_import_one_another_in_one_direction() {
     let circles: Vec<String> = crates().iter().filter_map(|sources| Imports::of(sources).circle()).collect();
     let way = "move what both need into a file below both";
     assert!(circles.is_empty(), "files import one another in a circle: {way}\n{}", circles.join("\n\n"));
+}
+
+#[test]
+fn a_crate_has_few_files_at_its_top() {
+    for sources in crates() {
+        let top = sources.iter().filter(|source| source.path.parent().is_some_and(|at| at.ends_with("src")));
+        let files: Vec<_> =
+            top.filter(|source| !source.module.is_empty()).map(|source| &source.path).collect();
+        // What tests share is looked up by its name.
+        let few = files.len() <= FILES || files[0].starts_with("tests");
+        assert!(few, "over {FILES} files at the top of a crate: give subjects a folder\n{files:#?}");
+    }
+}
+
+#[test]
+fn every_file_begins_with_what_it_is_for() {
+    let sources = crates().into_iter().flatten();
+    let silent =
+        sources.filter(|source| !source.code.starts_with("//! ") && !source.code.starts_with("#![doc"));
+    let silent: Vec<PathBuf> = silent.map(|source| source.path).collect();
+    assert!(silent.is_empty(), "without a first sentence, \"//! ...\": {silent:#?}");
 }
 
 #[test]

@@ -307,7 +307,7 @@ fn checkpoint(parts: &[Part], name: &str) -> String {
 /// A name for a moment, by its time.
 pub(super) fn name_at(since_1970: Duration) -> String {
     let seconds = since_1970.as_secs();
-    let (day, nanos) = (crate::units::date(seconds), since_1970.subsec_nanos());
+    let (day, nanos) = (crate::terms::units::date(seconds), since_1970.subsec_nanos());
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     format!("{OURS}{day}T{hour:02}{minute:02}{second:02}.{nanos:09}")
 }

@@ -23,9 +23,9 @@ use sync::{GroupSummary, Summary, ToldMember};
 
 use crate::args;
 use crate::failure::Failure;
-use crate::group_command::{self, GroupSync};
+use crate::commands::group_command::{self, GroupSync};
 use crate::output::Output;
-use crate::steering::Steering;
+use crate::jobs::steering::Steering;
 use domain::{Answer, Domain};
 pub(crate) use job::end_interrupted;
 use virsh::Virsh;
@@ -196,7 +196,7 @@ impl<'a> Machine<'a> {
 
     /// A disk as a member of the group.
     fn member(&self, target: &str, path: &Path, options: SourceOptions) -> Result<ToldMember> {
-        let given = crate::source_options(&self.args.open)?;
+        let given = crate::reach::source::source_options(&self.args.open)?;
         let options = SourceOptions {
             block_size: given.block_size,
             trust_device: given.trust_device,

@@ -10,7 +10,7 @@ use super::carry::Carried;
 use super::domain::Domain;
 use super::{Machine, Pushed};
 use crate::failure::Failure;
-use crate::group_command::GroupSync;
+use crate::commands::group_command::GroupSync;
 
 impl Machine<'_> {
     /// Brings the replicas to what the disks are.

@@ -15,8 +15,8 @@ use super::domain::{Domain, Image};
 use super::job::{Begun, Job, Part, name_at};
 use super::{Machine, Pushed};
 use crate::failure::Failure;
-use crate::group_command::GroupSync;
-use crate::sync_command::TRACKED;
+use crate::commands::group_command::GroupSync;
+use crate::commands::sync_command::TRACKED;
 
 /// How often it is begun anew because the machine was changed meanwhile.
 const ATTEMPTS: usize = 5;

@@ -3,6 +3,10 @@
 //! [`format`] has the bytes. A thread reads ([`reader`]), two more keep the link alive and notice a silent peer
 //! ([`keepalive`]); a thread that sends a message writes it.
 
+pub(crate) mod pipe;
+pub(crate) mod ssh;
+pub(crate) mod stream;
+
 mod format;
 mod keepalive;
 mod reader;
@@ -23,9 +27,9 @@ use self::format::{Frame, Hello};
 pub(crate) use self::keepalive::Activity;
 use self::keepalive::Keepalive;
 use crate::flow::lock;
+use crate::flow::rate::Rate;
+use crate::flow::transport::{Shared, Transport, WINDOW};
 use crate::message::MAX_COST;
-use crate::rate::Rate;
-use crate::transport::{Shared, Transport, WINDOW};
 use crate::{Error, Message, Result};
 
 /// How long a peer that is no longer trusted may take to be told, and to end its side.

@@ -10,8 +10,8 @@ use super::format::{BadHello, Frame, HELLO, Hello, MAGIC, VERSION};
 use super::keepalive::{self, Activity};
 use super::{FramedStream, Reading};
 use crate::flow::End;
+use crate::flow::transport::Shared;
 use crate::message::{self, FRAMING};
-use crate::transport::Shared;
 use crate::{Error, Message};
 
 /// Reads until the stream ends, and passes the reason to both halves.

@@ -16,7 +16,7 @@ use super::hello::{BUSY, HELLO, Hello, NO_SESSION, WELCOME};
 use super::pending::{Pending, PendingConnection};
 use super::session;
 use super::sessions::Sessions;
-use crate::log::RateLimitedLog;
+use crate::flow::log::RateLimitedLog;
 use crate::{Error, Key, Keys, Link, Result, Roles};
 
 /// Limits of a listener.

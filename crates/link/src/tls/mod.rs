@@ -6,7 +6,7 @@
 //!
 //! `dsync receive --listen` and `dsync send --listen` accept sessions from clients whose keys are pinned; others do not get past the
 //! handshake. It is TLS 1.3 with raw public keys (RFC 7250): each side presents its own Ed25519 key and accepts the other's only if it is
-//! pinned (`link/src/keys.rs`). There are no certificates, authorities, trusted names or resumption: every connection presents its key.
+//! pinned (`link/src/keys/mod.rs`). There are no certificates, authorities, trusted names or resumption: every connection presents its key.
 //! The client looks for the key under `HOST:PORT`, then `HOST`; the server accepts any key that is pinned (`--from` narrows that) and has
 //! not expired. Pins are read at every handshake and, on both sides, once a second while a session is open: when a key was forgotten or
 //! has expired, the session ends with an error that says so on both sides, and neither a sync nor a mirror tries again.

@@ -5,14 +5,14 @@ mod table;
 use delta::{Header, Method};
 use uuid::Uuid;
 
-use crate::destination::Name;
 use crate::error::{INTERRUPTED, ReplicaError, Result, SAFE, io_error};
-use crate::intent::Intent;
+use crate::journal::last_writes::LastWrites;
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
-use crate::last_writes::LastWrites;
-use crate::lineage::{self, Lineage, Stamp, StepKind, Toward, Unsure};
-use crate::note::{self, Foreign};
 use crate::replica::Replica;
+use crate::state::destination::Name;
+use crate::state::intent::Intent;
+use crate::state::lineage::{self, Lineage, Stamp, StepKind, Toward, Unsure};
+use crate::state::note::{self, Foreign};
 use table::{
     Action, Arriving, Asked, Change, Column, Content, End, File, Refusal, Sealed, Situation, Step, decide,
 };

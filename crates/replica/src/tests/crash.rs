@@ -8,7 +8,7 @@ use testing::faulty::{Keep, Outage, Power};
 use testing::{Sample, soak};
 
 use super::world::*;
-use crate::destination::Name;
+use crate::state::destination::Name;
 use crate::{Commit, Options, ReplicaError, State};
 
 /// Every outage that a run goes through. `KeepAll` and `LoseUnsynced` are also taken apart: data without metadata, and the

@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use super::crash::OUTAGES;
 use super::world::*;
-use crate::lineage::Lineage;
+use crate::state::lineage::Lineage;
 use crate::{Commit, Options, Position, Replica, ReplicaError, State, Status};
 
 const MODES: [Commit; 3] = [Commit::Journal, Commit::InPlace, Commit::Reflink];

@@ -12,8 +12,8 @@ use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::group_past::GroupMoment;
-use crate::past_commits::PastCommits;
+use crate::group::past::GroupMoment;
+use crate::past::commits::PastCommits;
 use crate::{Commit, Group, Intent, Keep, Member, Membership, Options, Replica, ReplicaError, State};
 
 /// Two replicas of two sources, and the folder of their group.
@@ -452,7 +452,7 @@ fn who_joins_a_group_has_room_for_the_commit() {
     for (replica, source) in replicas.iter_mut().zip(&sources) {
         assert_eq!(replica.status().group, None);
         prepare(replica, &source.tracked(0, 1)).unwrap();
-        let reserved = replica.state().open(&device::reserved(crate::lineage::NAME), false);
+        let reserved = replica.state().open(&device::reserved(crate::state::lineage::NAME), false);
         assert!(reserved.is_ok(), "room for the lineage is not reserved any more");
     }
 }

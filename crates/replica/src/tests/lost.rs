@@ -15,7 +15,7 @@ use uuid::Uuid;
 use super::crash::{on, replica_at};
 use super::world::*;
 use crate::journal::{self, WHOLE};
-use crate::views::give_way;
+use crate::past::views::give_way;
 use crate::{Commit, Keep, Options, Replica, ReplicaError};
 
 /// How a file of a folder fails.

@@ -13,9 +13,9 @@ use testing::{Loop, Mount, on_disk, run, skipped};
 
 use super::batches;
 use super::world::*;
-use crate::destination::{Destination, DeviceDestination, FileDestination, Name};
-use crate::lineage::Stamp;
-use crate::note::Foreign;
+use crate::state::destination::{Destination, DeviceDestination, FileDestination, Name};
+use crate::state::lineage::Stamp;
+use crate::state::note::Foreign;
 use crate::{Commit, Options, Replica, ReplicaError, State, inspect, settle};
 
 /// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
@@ -249,14 +249,14 @@ fn open_meddled(
 /// What is done from now on is later than anything that may have been on its way when the last writer died: its note is moved
 /// back, which takes no time.
 fn later(path: &Path) {
-    let note = path.with_file_name("state").join(crate::note::NAME);
+    let note = path.with_file_name("state").join(crate::state::note::NAME);
     let Ok(note) = std::fs::File::options().read(true).write(true).open(note) else { return };
     let mut time = [0; 8];
     if note.read_exact_at(&mut time, 512).is_err() {
         // Killed before it had its length, it says nothing.
         return;
     }
-    let earlier = u64::from_ne_bytes(time).saturating_sub(2 * crate::note::DYING);
+    let earlier = u64::from_ne_bytes(time).saturating_sub(2 * crate::state::note::DYING);
     note.write_at(&earlier.to_ne_bytes(), 512).unwrap();
 }
 
@@ -743,7 +743,7 @@ fn an_adoption_that_comes_to_nothing_forgets_no_foreign_write() {
     // The first look.
     Replica::open(&path, &options).unwrap();
     meddle(&disk, true);
-    let no_room = temp.path().join("state").join(device::reserved(crate::lineage::NAME));
+    let no_room = temp.path().join("state").join(device::reserved(crate::state::lineage::NAME));
     for full in [true, false] {
         if full {
             std::fs::create_dir(&no_room).unwrap();
@@ -893,7 +893,7 @@ fn an_image_without_the_part_that_a_step_has_made_durable_is_refused() {
     let delta = source.lacks(replica.status(), None, 1);
     receive_part(&mut replica, &delta, Commit::InPlace, 5).unwrap();
     drop(replica);
-    let file = temp.path().join("state").join(crate::lineage::NAME);
+    let file = temp.path().join("state").join(crate::state::lineage::NAME);
     let mut lineage: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     let changed = device::identity(&path).unwrap().ctime_ns;
     assert_eq!(lineage["step"]["durable"], changed);

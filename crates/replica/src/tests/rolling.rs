@@ -11,7 +11,7 @@ use testing::faulty::Power;
 
 use super::crash::{Scenario, cut_everywhere, on, replica_at};
 use super::world::*;
-use crate::copies::Copies;
+use crate::commit::copies::Copies;
 use crate::{Commit, ReplicaError, State};
 
 fn source() -> Source {

@@ -19,10 +19,10 @@ use testing::Random;
 use testing::faulty::{FaultyDisk, FaultyFolder, Power};
 use uuid::Uuid;
 
-use crate::destination::{Destination, Name, fingerprint};
 use crate::error::Result;
-use crate::lineage::Stamp;
-use crate::views::Views;
+use crate::past::views::Views;
+use crate::state::destination::{Destination, Name, fingerprint};
+use crate::state::lineage::Stamp;
 use crate::{Commit, Committed, Membership, Options, Replica, Status, View};
 
 /// Bytes of a block.

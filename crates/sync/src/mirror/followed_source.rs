@@ -13,13 +13,13 @@ use uuid::Uuid;
 
 use super::session::{MirrorSession, Sent, SessionContext};
 use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
-use crate::account::{Account, count_failure};
-use crate::batching::Interval;
 use crate::error::SyncError;
-use crate::messages::{MirrorPlan, Open, PLAN, Plan, Status, open, part};
+use crate::mirror::batching::Interval;
 use crate::options::SyncOptions;
-use crate::push::push;
 use crate::report::Summary;
+use crate::source_end::account::{Account, count_failure};
+use crate::source_end::push::push;
+use crate::wire::messages::{MirrorPlan, Open, PLAN, Plan, Status, open, part};
 
 /// A followed source, and what the replica may have of it.
 pub(super) struct FollowedSource {

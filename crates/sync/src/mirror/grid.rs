@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::messages::Moments;
+use crate::wire::messages::Moments;
 
 /// The periods of which the replica keeps a moment, by its clock.
 #[derive(Debug, Clone)]

@@ -11,12 +11,16 @@
 //!
 //! What was just written is read from the page cache, frame by frame; workers compress; frames are sent in order; the other side appends
 //! them to the journal, decompresses and verifies them, and at the trailer syncs the journal: that commits the batch, and confirms it.
-//! Then it is written to the destination. All these are stages of one pipeline (`sync/src/pipeline.rs`) in which several batches may be
+//! Then it is written to the destination. All these are stages of one pipeline (`sync/src/wire/pipeline.rs`) in which several batches may be
 //! in progress; the number of workers follows the measured load.
 //!
 //! If the name of the replica's state is not known (another process, a restarted server, another command that changed the replica), a
 //! sync finds what it lacks since its epoch, which is at least what it lacks since its last batch. What is in a batch is not recorded at
 //! the source; the replica's unsure set has that.
+
+pub(crate) mod attempts;
+pub(crate) mod batching;
+pub(crate) mod group;
 
 mod epoch_hook;
 mod followed_source;
@@ -34,13 +38,13 @@ use source::Handle;
 
 use self::followed_source::FollowedSource;
 pub use self::turns::Turns;
-use crate::account::note_pause;
-use crate::attempts::{Attempts, LOOK_EVERY, Trouble, is_cut, rest_until};
-use crate::batching::Batching;
 use crate::error::SyncError;
+use crate::mirror::attempts::{Attempts, LOOK_EVERY, Trouble, is_cut, rest_until};
+use crate::mirror::batching::Batching;
 use crate::options::SyncOptions;
-use crate::pipeline::Stages;
 use crate::report::{Progress, Summary};
+use crate::source_end::account::note_pause;
+use crate::wire::pipeline::Stages;
 
 /// After this many cut conversations without a confirmed batch, a sync takes its place.
 const FRUITLESS: u32 = 3;

@@ -16,14 +16,14 @@ use uuid::Uuid;
 use super::epoch_hook::{EpochHook, Held};
 use super::grid::Grid;
 use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
-use crate::account::Account;
-use crate::batching::Interval;
 use crate::error::{Class, SyncError};
-use crate::facts::bookmark;
-use crate::messages::{BATCH, Confirmed, Status, text, unexpected};
-use crate::pack::{Sink, reading};
-use crate::read::{FrameReader, FrameSize, Wanted};
+use crate::mirror::batching::Interval;
+use crate::plan::facts::bookmark;
+use crate::plan::read::{FrameReader, FrameSize, Wanted};
 use crate::report::Totals;
+use crate::source_end::account::Account;
+use crate::transfer::pack::{Sink, reading};
+use crate::wire::messages::{BATCH, Confirmed, Status, text, unexpected};
 
 /// How often the server is told where the replica is.
 const TELL_EVERY: Duration = Duration::from_secs(1);

@@ -1,0 +1,197 @@
+//! `dsync promote` and `dsync demote` of one disk or, with `--group`, of a group: all disks of a group take over, or are given up, together.
+
+use std::cell::RefCell;
+use std::path::Path;
+
+use anyhow::Result;
+use source::{GroupHandle, StateDir};
+use sync::{
+    DemoteOptions, DemoteSummary, GroupSummary, LastWord, PromoteOptions, Summary, SyncError, SyncOptions,
+};
+
+use crate::args;
+use crate::commands::failover::{self, not_promoted, say_demotion, say_promotion, unknown_since};
+use crate::commands::group_command::tell;
+use crate::failure::{self, Failure};
+use crate::jobs::steering::Steering;
+use crate::output::Output;
+use crate::reach::location::{self, Ends, Location};
+
+/// Makes a source of a replica, or of all those of a group in a folder.
+pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -> Result<()> {
+    if !args.group {
+        return failover::promote(args, state, output);
+    }
+    location::refuse_host(&args.replica, "promote --group")?;
+    let dir = device::absolute(&args.replica)?;
+    let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
+    warn_of_readers(&dir, state, output);
+    let promotion =
+        sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir, true))?;
+    let way_back = format!("dsync sync --group {} DIR --save-there FOLDER", promotion.group);
+    let rewind = format!("dsync rewind --group {}", dir.display());
+    for member in &promotion.members {
+        member.recovered.iter().for_each(|recovered| output.warn(recovered));
+        say_promotion(member, (&way_back, &rewind), output);
+        output.summary(member);
+    }
+    let disks: Vec<String> = promotion
+        .members
+        .iter()
+        .map(|member| promotion.dir.join(&member.file).display().to_string())
+        .collect();
+    let (name, epoch) = (&promotion.group, promotion.epoch);
+    output.say(&match args.dry_run {
+        true => format!("group {name} would go on from common epoch {epoch}"),
+        false => format!(
+            "group {name} goes on from common epoch {epoch}: serve it with \"dsync serve --group {name} {}\"",
+            disks.join(" ")
+        ),
+    });
+    output.summary(&promotion);
+    Ok(())
+}
+
+/// Says who shows the members of a group in a folder, as far as they are listed on this host.
+fn warn_of_readers(dir: &Path, state: &StateDir, output: &Output) {
+    let in_group = |known: &replica::KnownReplica| {
+        known.path.parent() == Some(dir)
+            && known.lineage.as_ref().is_some_and(|lineage| lineage.group.is_some())
+    };
+    let known = sync::known_replicas(state).all().unwrap_or_default();
+    for member in known.iter().filter(|known| in_group(known)) {
+        failover::warn_of_readers(&member.path, &sync::open_options(None, state), output);
+    }
+}
+
+/// A demotion of a group, with the replicas that succeed it if they are named.
+struct Demoting<'a> {
+    name: &'a str,
+    args: &'a args::Demote,
+    destination: Option<Location>,
+    steering: &'a Steering,
+    state: &'a StateDir,
+    output: &'a Output,
+    /// An error that is not of the crate that is called.
+    failed: RefCell<Option<anyhow::Error>>,
+}
+
+/// Makes a replica of a source, or of all members of a group.
+pub(crate) fn demote(
+    args: &args::Demote,
+    steering: &Steering,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
+    let Some(name) = args.group.as_deref() else { return failover::demote(args, steering, state, output) };
+    let destination = args.source.as_deref().map(Location::folder).transpose()?;
+    if args.destination.is_some() {
+        let how = "--group takes the folder of the replicas alone: the sources are the members of the group";
+        return Err(Failure::usage(how).into());
+    }
+    let options = DemoteOptions {
+        dry_run: args.dry_run,
+        open: crate::reach::source::source_options(&args.open)?,
+        ..DemoteOptions::default()
+    };
+    let failed = RefCell::default();
+    let demoting = Demoting { name, args, destination, steering, state, output, failed };
+    let mut last_sync = |group: &GroupHandle| demoting.told(demoting.sync(group));
+    let mut afterwards = |demoted: &[DemoteSummary]| demoting.told(demoting.tell(demoted));
+    let last_sync: Option<sync::LastGroupSync<'_>> =
+        demoting.destination.as_ref().map(|_| &mut last_sync as sync::LastGroupSync<'_>);
+    let progress = |done, total| output.progress(done, total);
+    let demoted = sync::demote_group(state, name, &options, last_sync, &mut afterwards, &progress);
+    output.finish();
+    if let Some(error) = demoting.failed.take() {
+        return Err(error);
+    }
+    for summary in demoted? {
+        say_demotion(&summary, output);
+        output.summary(&summary);
+    }
+    Ok(())
+}
+
+impl Demoting<'_> {
+    /// Keeps an error of this crate, and ends what has called.
+    fn told<T>(&self, done: Result<T>) -> Result<T, SyncError> {
+        done.map_err(|error| {
+            *self.failed.borrow_mut() = Some(error);
+            SyncError::Stopped
+        })
+    }
+
+    /// The last sync.
+    fn sync(&self, group: &GroupHandle) -> Result<(GroupSummary, Vec<Summary>)> {
+        let Demoting { args, state, output, .. } = *self;
+        let Some(destination) = &self.destination else { return Err(SyncError::Stopped.into()) };
+        let options = SyncOptions {
+            dry_run: args.dry_run,
+            existing: true,
+            compress: args.compress.level,
+            bwlimit: self.steering.pace.clone(),
+            polite: args.far.polite,
+            way: sync::Way::to(destination.host.is_some()),
+            ..SyncOptions::default()
+        };
+        let (dir, shown) = destination.place()?;
+        let (link, receiving) = destination.connect(&args.far, state)?;
+        let progress = |done, total| output.progress(done, total);
+        let pushed = sync::push_group(group, link, &dir, &shown, &options, &progress);
+        if let Some(receiving) = receiving {
+            let _ = receiving.join();
+        }
+        output.finish();
+        let (summary, members) = pushed.map_err(|error| destination.named(error))?;
+        tell(&summary, &members, output);
+        Ok((summary, members))
+    }
+
+    /// Tells the replicas that there was no more.
+    fn tell(&self, demoted: &[DemoteSummary]) -> Result<()> {
+        let Some(destination) = &self.destination else { return Ok(()) };
+        let (_, shown) = destination.place()?;
+        for summary in demoted {
+            self.tell_one(summary, destination)?;
+        }
+        let name = self.name;
+        self.output.say(&format!(
+            "group {name} in {shown} can be promoted: \"dsync promote --group\" of that folder, where it is"
+        ));
+        Ok(())
+    }
+
+    fn tell_one(&self, summary: &DemoteSummary, destination: &Location) -> Result<()> {
+        let path = summary.path.display();
+        let destination = destination.within(Path::new(&summary.file));
+        let (_, name) = destination.place()?;
+        let Some(released) = summary.released else {
+            if summary.bytes_unsure.is_none() {
+                return Err(unknown_since(&summary.path, &name).into());
+            }
+            return Err(Failure::refused(format!(
+                "{path} is demoted, with writes that {name} may not have. If the group there was not promoted, \"dsync promote --force {path}\" \
+                 makes this the source again and loses nothing, and so for each disk of the group; then run this command again, which sends them. If it \
+                 was promoted, sync from it; if it is to take over without them, promote it with --force first. Either overwrites them"
+            ))
+            .into());
+        };
+        let ends = Ends { source: Location::parse(&format!("./{path}"))?, destination };
+        let word = LastWord { demoted: summary, released, state: self.state, own_journal_dir: None };
+        let told = ends.converse(&self.args.far, self.state, None, |link, path, name| {
+            word.give(link, path, name, &None)
+        });
+        let promoted = told.map_err(|error| {
+            let again = match failure::code(&error) {
+                failure::REFUSED => "",
+                _ => ": run the command again, so that it can be promoted without --force",
+            };
+            error.context(format!("{path} is demoted, but {name} was not told so{again}"))
+        })?;
+        if let Some(term) = promoted {
+            self.output.say(&format!("{name} was promoted already (term {term})"));
+        }
+        Ok(())
+    }
+}

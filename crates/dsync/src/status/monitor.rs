@@ -1,0 +1,631 @@
+//! `dsync status --check` and `--prometheus`: what a monitor asks for. Nothing is changed, and no lock is taken, so that a monitor
+//! never makes a sync fail.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, Result, bail};
+use replica::KnownReplica;
+use serde::Serialize;
+use source::{About, LastVerify, StateDir, Tally};
+
+use crate::args;
+use crate::failure;
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::status::exposition::{Exposition, Metric};
+use crate::status::job_copies;
+use crate::status::job_copies::{Fetch, JobCopy, Known};
+use crate::status::local::{LocalReplica, ROLES, STATES, made_elsewhere, path_of};
+use crate::status::membership::{self, Apart};
+use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
+use crate::terms::units;
+
+/// What this host knows of sources and replicas.
+#[derive(Default)]
+pub(crate) struct Found {
+    pub sources: Vec<SourceStatus>,
+    pub replicas: Vec<KnownReplica>,
+    /// The source that each replica on this host follows, those that are not asked for included.
+    follow: BTreeMap<PathBuf, uuid::Uuid>,
+    /// What the jobs of this host are to copy.
+    pub copies: Vec<JobCopy>,
+    /// Replicas that are sources with another state directory, and that.
+    pub elsewhere: Vec<(PathBuf, PathBuf)>,
+    /// Groups that could not be promoted as they are.
+    apart: Vec<Apart>,
+    /// Sources whose state could not be read, and jobs that cannot be run.
+    pub errors: Vec<anyhow::Error>,
+}
+
+impl Found {
+    /// Everything; or the source or the replica that is meant.
+    pub(crate) fn read(what: Option<&str>, state: &StateDir) -> Result<Found> {
+        let mut found = Found::default();
+        let all = sync::known_replicas(state).all().context("cannot read the list of replicas")?;
+        found.follow = follow(&all);
+        let Some(what) = what else {
+            let survey = state.survey()?;
+            survey.damaged.into_iter().for_each(|(place, error)| found.fail(&place, error.into()));
+            survey.sources.into_iter().for_each(|(place, about)| found.read_source(&place, about));
+            found.read_jobs(&all, state, None);
+            found.apart = membership::apart(&all, state);
+            found.replicas = all;
+            found.drop_promoted(state);
+            return Ok(found);
+        };
+        let path = path_of(what)?;
+        let source = state.source(what)?;
+        let is_source = source.is_some();
+        source.into_iter().for_each(|(place, about)| found.read_source(&place, about));
+        found.read_jobs(&all, state, Some(what));
+        found.replicas = all.into_iter().filter(|replica| replica.path == path).collect();
+        if !is_source && found.replicas.is_empty() && found.copies.is_empty() {
+            bail!(Failure::usage(format!(
+                "{what} is neither a known source nor a listed replica: \"dsync status\" lists them"
+            )));
+        }
+        found.drop_promoted(state);
+        Ok(found)
+    }
+
+    /// A replica that was promoted is among the sources: of this state directory, or of another one, where it is judged.
+    fn drop_promoted(&mut self, state: &StateDir) {
+        let sources = &self.sources;
+        self.replicas
+            .retain(|replica| !(replica.is_source() && sources.iter().any(|s| s.path == replica.path)));
+        let elsewhere = &mut self.elsewhere;
+        self.replicas.retain(|replica| {
+            let made = made_elsewhere(replica, state);
+            elsewhere.extend(made.iter().map(|made| (replica.path.clone(), made.clone())));
+            made.is_none()
+        });
+    }
+
+    fn read_source(&mut self, place: &Path, about: About) {
+        match SourceStatus::read(place, about) {
+            Ok((status, _)) => self.sources.push(status),
+            Err(error) => self.fail(place, error),
+        }
+    }
+
+    /// Reads what jobs are to copy; with `what`, that source or that replica alone.
+    fn read_jobs(&mut self, replicas: &[KnownReplica], state: &StateDir, what: Option<&str>) {
+        let known = Known { sources: &self.sources, replicas, is_part: what.is_some() };
+        let (copies, errors) = job_copies::all(&known, state, what);
+        self.copies = copies;
+        if what.is_none() {
+            self.errors.extend(errors);
+        }
+    }
+
+    fn fail(&mut self, place: &Path, error: anyhow::Error) {
+        self.errors.push(error.context(unreadable(place)));
+    }
+}
+
+/// The sources that replicas follow, by their paths.
+pub(crate) fn follow(replicas: &[KnownReplica]) -> BTreeMap<PathBuf, uuid::Uuid> {
+    let source = |known: &KnownReplica| Some((known.path.clone(), known.lineage.as_ref()?.source?));
+    replicas.iter().filter_map(source).collect()
+}
+
+/// Something that needs attention.
+#[derive(Serialize)]
+pub(crate) struct Problem {
+    kind: &'static str,
+    /// A word that does not change between versions.
+    pub problem: &'static str,
+    pub source: Option<PathBuf>,
+    pub replica: Option<String>,
+    pub message: String,
+}
+
+/// The last line of a check.
+#[derive(Serialize)]
+struct Checked {
+    kind: &'static str,
+    problems: usize,
+}
+
+/// Prints one line per problem, or that there is none. Returns the exit code.
+pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> {
+    let found = Found::read(args.path.as_deref(), state)?;
+    let mut problems = problems(&found, args)?;
+    let is_empty = found.sources.is_empty() && found.replicas.is_empty() && found.elsewhere.is_empty();
+    let nothing = is_empty && problems.is_empty();
+    // What is tracked in the kernel is not for a directory to judge that is not there.
+    if nothing && (!state.path().is_dir() || trackers::list()?.is_empty()) {
+        problems.push(Problem::of("nothing-known", nothing_known(state)));
+    }
+    for problem in &problems {
+        // One line, whatever the names in it are.
+        output.say(&link::printable(&problem.message));
+        output.status(problem);
+    }
+    if problems.is_empty() {
+        output.say("OK");
+    }
+    output.summary(&Checked { kind: "check", problems: problems.len() });
+    Ok(match problems.first() {
+        None => 0,
+        Some(Problem { problem: "nothing-known", .. }) => failure::UNKNOWN,
+        Some(_) => failure::FAILED,
+    })
+}
+
+/// What needs attention, of all that was found.
+pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem>> {
+    let mut problems: Vec<Problem> =
+        found.errors.iter().map(|error| Problem::of("unreadable", failure::text(error))).collect();
+    for source in &found.sources {
+        problems.extend(of_source(source));
+        problems.extend(of_clone(source));
+        problems.extend(
+            source.resized().map(|message| Problem {
+                source: Some(source.path.clone()),
+                ..Problem::of("resized", message)
+            }),
+        );
+        for replica in &source.replicas {
+            let follows = found.follow.get(Path::new(&replica.replica)).copied();
+            let worst = of_replica(source, replica, args.max_age, follows.filter(|id| *id != source.uuid));
+            // These two say it themselves.
+            let says = worst.as_ref().is_some_and(|worst| ["taken-over", "stale"].contains(&worst.problem));
+            problems.extend(worst);
+            problems.extend(of_failing(source, replica).filter(|_| !says));
+        }
+        // One on this host is judged by its own state.
+        let elsewhere = |name: &str| found.replicas.iter().all(|local| local.path != Path::new(name));
+        let stopped = |tally: &&Tally| !is_under_way(tally) && elsewhere(&tally.replica);
+        let begun = source.first_copies.iter().filter(stopped);
+        problems.extend(begun.map(|tally| of_first_copy(source, tally)));
+    }
+    if args.path.is_none() {
+        problems.extend(of_trackers(&found.sources)?);
+    }
+    let first_copies = || found.sources.iter().flat_map(|source| &source.first_copies);
+    let is_copied = |known: &&KnownReplica| {
+        first_copies().any(|tally| known.path == Path::new(&tally.replica) && is_under_way(tally))
+    };
+    problems.extend(found.replicas.iter().filter(|known| !is_copied(known)).filter_map(of_local));
+    problems
+        .extend(found.replicas.iter().filter_map(|known| of_differing(known, &problems)).collect::<Vec<_>>());
+    problems.extend(found.replicas.iter().filter_map(of_diverged));
+    problems.extend(found.replicas.iter().filter_map(of_past));
+    problems.extend(found.replicas.iter().filter_map(of_rewound));
+    problems.extend(found.apart.iter().map(of_apart));
+    problems.extend(found.copies.iter().filter(|copy| !copy.made && !copy.begun).map(of_copy));
+    let made = found.copies.iter().filter(|copy| copy.made);
+    problems.extend(made.clone().filter_map(|copy| of_fetch(copy, copy.fetch.as_ref()?, args.max_age)));
+    let mirrors = made.filter_map(|copy| of_mirror(copy, &found.sources));
+    let is_new = |mirror: &Problem| problems.iter().all(|other| other.replica != mirror.replica);
+    problems.extend(mirrors.filter(is_new).collect::<Vec<_>>());
+    Ok(problems)
+}
+
+/// Why there is nothing to judge: most likely it was looked for in the wrong place.
+fn nothing_known(state: &StateDir) -> String {
+    let path = state.path().display();
+    let what = match state.path().is_dir() {
+        true => format!("state directory {path} knows no source and no replica"),
+        false => format!("state directory {path} does not exist"),
+    };
+    format!(
+        "nothing is watched: {what}; run this as the user who runs dsync, or give the directory with --state-dir"
+    )
+}
+
+impl Problem {
+    fn of(problem: &'static str, message: String) -> Problem {
+        Problem { kind: "problem", problem, source: None, replica: None, message }
+    }
+}
+
+fn of_source(source: &SourceStatus) -> Option<Problem> {
+    let path = source.path.display();
+    let problem = match &source.lost {
+        _ if source.size.is_none() => {
+            Problem::of("missing", format!("source is missing: {}", missing(source)))
+        }
+        Some(_) if source.is_untracked => return None,
+        Some(why) => Problem::of(
+            "tracking-lost",
+            format!(
+                "tracking is lost: changes of {path} since epoch {} are not known, and the next sync compares all of it: {why}",
+                source.epoch.unwrap_or_default()
+            ),
+        ),
+        None => return None,
+    };
+    Some(Problem { source: Some(source.path.clone()), ..problem })
+}
+
+/// An image whose clone keeps more of what was overwritten than there is room left.
+fn of_clone(source: &SourceStatus) -> Option<Problem> {
+    let clone = source.clone.filter(|clone| clone.kept_bytes > clone.free_bytes)?;
+    let message = format!(
+        "file system is filling up: the clone of {0} keeps {1} of what was overwritten since its last sync, and {2} are free: sync it, or run \
+         \"dsync track remove {0}\"",
+        source.path.display(),
+        units::size(clone.kept_bytes),
+        units::size(clone.free_bytes)
+    );
+    Some(Problem { source: Some(source.path.clone()), ..Problem::of("clone-space", message) })
+}
+
+/// The worst of what is wrong with a replica of a source here.
+fn of_replica(
+    source: &SourceStatus,
+    replica: &Lacking,
+    max_age: Option<Duration>,
+    taken: Option<uuid::Uuid>,
+) -> Option<Problem> {
+    let (path, name) = (source.path.display(), &replica.replica);
+    let age = now().saturating_sub(Duration::from_secs(replica.time));
+    let failed = replica.failed();
+    let differs = |verified: &&LastVerify| verified.differs();
+    let behind = |rpo: &f64| is_beyond(replica, *rpo);
+    let (word, message) = if let Some(other) = taken {
+        let now = format!("it follows source {other} now, and syncs of {path} to it are refused");
+        let out =
+            "give it another replica, and \"dsync forget\" this one; or \"dsync sync --adopt\" takes it back";
+        ("taken-over", format!("replica was taken over: {name} was a replica of {path}: {now}: {out}"))
+    } else if let Some(verified) = replica.tally.verified.as_ref().filter(differs) {
+        let (bytes, time) = (units::size(verified.bytes_differing), device::moment(verified.time));
+        (
+            "differs",
+            format!("replica differs: {name} differed from {path} in {bytes} when it was verified on {time}"),
+        )
+    } else if let Some(max) = max_age.filter(|max| age > *max && replica.blocks != Some(0)) {
+        // What was not written to since is not out of date.
+        let why = failed.map_or(String::new(), |f| format!("; the last attempt failed: {}", f.message));
+        let (time, max) = (device::moment(replica.time), units::seconds(max.as_secs_f64()));
+        let late =
+            format!("{name} of {path} was last brought up to date on {time}, longer ago than {max}{why}");
+        ("stale", format!("replica is out of date: {late}"))
+    } else if let Some(rpo) = replica.work().and_then(|work| work.rpo.filter(|_| !work.paused)).filter(behind)
+    {
+        let (lag, rpo) = (units::seconds(replica.lag(now().as_secs()) as f64), units::seconds(rpo));
+        let late =
+            format!("{name} of {path} is {lag} behind, and its mirror is to keep it within {rpo} (--rpo)");
+        ("stale", format!("replica is out of date: {late}: the link or the other host is too slow, or hangs"))
+    } else if replica.compared && !source.is_untracked {
+        let why = replica.why.as_deref().unwrap_or_default();
+        let gap = format!("history has a gap: the next sync of {path} to {name} compares all of it: {why}");
+        ("history-gap", gap)
+    } else if replica.unread > 0 {
+        let lacks = units::size(replica.unread);
+        let part = format!(
+            "{name} lacks {lacks} of {path} that could not be read at its last sync; the next one sends them"
+        );
+        ("incomplete", format!("replica is incomplete: {part}"))
+    } else {
+        return None;
+    };
+    Some(Problem {
+        source: Some(source.path.clone()),
+        replica: Some(name.clone()),
+        ..Problem::of(word, message)
+    })
+}
+
+/// True if a replica is further behind than it may be. Times are those of whole seconds.
+fn is_beyond(replica: &Lacking, rpo: f64) -> bool {
+    replica.lag(now().as_secs()) as f64 > rpo + 1.0
+}
+
+/// A replica that a job is to mirror, and nothing does: its mirror was killed, or was stopped and not started again.
+fn of_mirror(copy: &JobCopy, sources: &[SourceStatus]) -> Option<Problem> {
+    let source = sources.iter().find(|source| source.path == Path::new(&copy.source))?;
+    let replica = source.replicas.iter().find(|replica| replica.replica == copy.replica)?;
+    let rpo = copy.rpo.filter(|_| replica.work().is_none())?;
+    let left = replica.tally.work.as_ref().filter(|work| work.what == "mirror");
+    let how = match left {
+        Some(work) => format!("its mirror, process {}, was killed", work.process),
+        None if is_beyond(replica, rpo.as_secs_f64()) => {
+            format!("it is {} behind", units::seconds(replica.lag(now().as_secs()) as f64))
+        }
+        None => return None,
+    };
+    let JobCopy { job, replica: name, .. } = copy;
+    let message = format!(
+        "replica is not mirrored: job {job} is to mirror {} to {name}, and none is at work; {how}: \"systemctl status dsync-mirror@{job}\" says \
+         why; start it again, or remove the job if it is not wanted",
+        copy.source
+    );
+    let problem = Problem::of("not-mirrored", message);
+    Some(Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem })
+}
+
+/// True if a first copy is being made.
+fn is_under_way(tally: &Tally) -> bool {
+    tally.work.as_ref().is_some_and(|work| work.is_alive() && !work.only_looks())
+}
+
+/// A replica whose last sync failed.
+fn of_failing(source: &SourceStatus, replica: &Lacking) -> Option<Problem> {
+    let failed = replica.failed()?;
+    let (path, name) = (source.path.display(), &replica.replica);
+    let (time, why) = (device::moment(failed.time), &failed.message);
+    let message = format!(
+        "replica is not brought up to date: the last attempt for {name} of {path} failed on {time}: {why}"
+    );
+    let problem = Problem::of("failing", message);
+    Some(Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem })
+}
+
+/// A replica of which no copy was ever complete, or another disk of the source that was not given up for it.
+fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
+    let (path, name) = (source.path.display(), &tally.replica);
+    let out = format!("to give it up: dsync forget {path} {name}");
+    let how = first_copy(tally);
+    let problem = match tally.refused {
+        true => Problem::of(
+            "failing",
+            format!("replica is not brought up to date: the first sync of {path} to {name} {how}; {out}"),
+        ),
+        false => Problem::of(
+            "incomplete",
+            format!("replica is incomplete: the first copy of {path} to {name} {how}; {out}"),
+        ),
+    };
+    Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem }
+}
+
+/// A copy that a job is to make, and that never began.
+fn of_copy(copy: &JobCopy) -> Problem {
+    let JobCopy { job, command, source, replica, .. } = copy;
+    let (what, failed) = match copy.fetch.as_ref().and_then(|fetch| fetch.failed.as_ref()) {
+        Some(failed) => (
+            "none was ever complete",
+            format!("; the last attempt failed on {}: {}", device::moment(failed.time), failed.message),
+        ),
+        None => ("no copy has begun", String::new()),
+    };
+    let message = format!(
+        "replica was never made: job {job} is to {command} {source} to {replica}, and {what}: \"dsync run {job}\", or \
+         \"systemctl status dsync-{command}@{job}\", says why; remove the job if it is not wanted{failed}"
+    );
+    let problem = Problem::of("never-copied", message);
+    Problem { source: Some(source.into()), replica: Some(replica.clone()), ..problem }
+}
+
+/// A copy that a job of this host fetches from another one: if that cannot be asked, nobody else knows how old it is.
+fn of_fetch(copy: &JobCopy, fetch: &Fetch, max_age: Option<Duration>) -> Option<Problem> {
+    let JobCopy { job, source, replica, .. } = copy;
+    let age = |time: u64| now().saturating_sub(Duration::from_secs(time));
+    let late = fetch.time.zip(max_age).filter(|(time, max)| age(*time) > *max);
+    let (word, message) = match (late, &fetch.failed) {
+        (Some((time, max)), failed) => {
+            let why = failed
+                .as_ref()
+                .map_or(String::new(), |f| format!("; the last attempt failed: {}", f.message));
+            let (time, max) = (device::moment(time), units::seconds(max.as_secs_f64()));
+            let late = format!("was last brought up to date on {time}, longer ago than {max}");
+            (
+                "stale",
+                format!(
+                    "replica is out of date: {replica}, which job {job} fetches from {source}, {late}{why}"
+                ),
+            )
+        }
+        (None, Some(failed)) => {
+            let (time, why) = (device::moment(failed.time), &failed.message);
+            let last = format!("job {job}, which fetches {replica} from {source}, failed on {time}: {why}");
+            ("failing", format!("replica is not brought up to date: {last}"))
+        }
+        (None, None) => return None,
+    };
+    Some(Problem { replica: Some(replica.clone()), ..Problem::of(word, message) })
+}
+
+/// Trackers of disks that are not sources yet: those of the others are judged with them.
+fn of_trackers(sources: &[SourceStatus]) -> Result<Vec<Problem>> {
+    let mut problems = Vec::new();
+    for device in trackers::list()? {
+        let is_source = sources.iter().any(|source| source.path == device);
+        let lost = if is_source { None } else { trackers::find(&device)?.map(|tracker| tracker.lost()) };
+        if let Some(why) = lost.transpose()?.flatten() {
+            let message = format!("tracking is lost: the tracker of {} says: {why}", device.display());
+            problems.push(Problem { source: Some(device), ..Problem::of("tracker-lost", message) });
+        }
+    }
+    Ok(problems)
+}
+
+fn of_local(known: &KnownReplica) -> Option<Problem> {
+    let LocalReplica { path, state, problem, .. } = LocalReplica::of(known);
+    let message = format!("replica {} {}", path.display(), problem?);
+    Some(Problem { replica: Some(path.display().to_string()), ..Problem::of(state, message) })
+}
+
+/// A replica that a source on another host found to differ; one on this host says so itself.
+fn of_differing(known: &KnownReplica, others: &[Problem]) -> Option<Problem> {
+    let (path, found) = (known.path.display().to_string(), known.past.verdict?);
+    if others.iter().any(|other| other.problem == "differs" && other.replica.as_ref() == Some(&path)) {
+        return None;
+    }
+    let message = format!(
+        "replica differs: {path} differed from its source in {} when it was verified on {}",
+        units::size(found.bytes_differing),
+        device::moment(found.time)
+    );
+    Some(Problem { replica: Some(path), ..Problem::of("differs", message) })
+}
+
+/// A former source that holds what no other disk has.
+fn of_diverged(known: &KnownReplica) -> Option<Problem> {
+    let path = known.path.display();
+    let lineage = known.lineage.as_ref().filter(|lineage| lineage.role.demoted.is_some())?;
+    let written = Some(lineage.unsure_bytes()).filter(|bytes| *bytes > 0)?;
+    let message = format!(
+        "replica has diverged: {path} was demoted with {} that its new source does not have, and the next sync to it overwrites them: \
+         to look at them before, run \"dsync serve --read-only {path}\", or copy the disk",
+        units::size(written)
+    );
+    Some(Problem { replica: Some(path.to_string()), ..Problem::of("diverged", message) })
+}
+
+/// A past that is asked for, and was given up: that is told for a day, and for as long as there is no other, unless another one is asked for.
+fn of_past(known: &KnownReplica) -> Option<Problem> {
+    let (path, given_up) = (known.path.display(), known.past.given_up.as_ref()?);
+    let recent = now().as_secs().saturating_sub(given_up.at) < 24 * 60 * 60;
+    if !recent && !known.past.is_empty {
+        return None;
+    }
+    let (left, ends) = match known.past.is_empty {
+        true => (
+            ", and none is kept since",
+            "until the next sync that brings changes keeps a moment, and for a day at least",
+        ),
+        false => ("", "for a day; moments are kept again"),
+    };
+    let message = format!(
+        "past is given up: what --keep had kept of {path} cannot be reached since {}{left}, because {}: if the reason is lack of space, free some \
+         there or keep less; if it is a block that cannot be read, that disk is failing. This is reported {ends}; a sync with another --keep or --keep-last than before ends it now",
+        device::moment(given_up.at),
+        given_up.why
+    );
+    Some(Problem { replica: Some(path.to_string()), ..Problem::of("past-given-up", message) })
+}
+
+/// A replica that stands still at an earlier moment.
+fn of_rewound(known: &KnownReplica) -> Option<Problem> {
+    let path = known.path.display();
+    let at = known.past.at.filter(|_| known.past.rewound && !known.is_source())?;
+    let message = format!(
+        "replica was rewound: {path} is of {}, to which \"dsync rewind\" has brought it, and no sync has come since: sync to it again, or promote it",
+        device::moment(at)
+    );
+    Some(Problem { replica: Some(path.to_string()), ..Problem::of("rewound", message) })
+}
+
+/// Replicas that were to take over together, and cannot.
+fn of_apart(apart: &Apart) -> Problem {
+    let Apart { name, dir, why, in_part } = apart;
+    let shown = dir.display();
+    let way = match in_part {
+        true => format!(
+            "\"dsync promote --group {shown}\" completes a promotion of all of them that was interrupted; else make the promoted one a replica \
+             again, with \"dsync demote\""
+        ),
+        false => {
+            format!("\"dsync sync --group {name} DIR\" where the sources are brings them to one")
+        }
+    };
+    let message = format!(
+        "group cannot be promoted: the replicas of the group {name} in {shown} are not of one moment, because {why}: {way}"
+    );
+    Problem { replica: Some(dir.display().to_string()), ..Problem::of("apart", message) }
+}
+
+fn now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+/// What this host knows, as metrics, and what could not be read.
+pub(crate) struct Metrics {
+    pub text: String,
+    errors: Vec<anyhow::Error>,
+}
+
+impl Metrics {
+    /// Reads all of it.
+    ///
+    /// # Errors
+    /// If the state directory cannot be read at all.
+    pub(crate) fn read(state: &StateDir) -> Result<Metrics> {
+        let found = Found::read(None, state)?;
+        let mut out = Exposition::default();
+        found.sources.iter().for_each(|source| add_source(source, &mut out));
+        found.replicas.iter().for_each(|known| add_local(&LocalReplica::of(known), &mut out));
+        found.copies.iter().for_each(|copy| add_copy(copy, &mut out));
+        out.add(Metric::Errors, &[], found.errors.len());
+        Ok(Metrics { text: out.text(), errors: found.errors })
+    }
+}
+
+/// What a host knows of its source, and of the replicas of that.
+fn add_source(source: &SourceStatus, out: &mut Exposition) {
+    let (path, id) = (source.path.display().to_string(), source.uuid.to_string());
+    let labels = [("source", path.as_str()), ("source_id", &id)];
+    if let Some(epoch) = source.epoch {
+        out.add(Metric::SourceEpoch, &labels, epoch);
+        out.add(Metric::SourceTracking, &labels, u64::from(source.lost.is_none()));
+    }
+    out.add(Metric::SourceTerm, &labels, source.term);
+    for replica in &source.replicas {
+        let (tally, labels) = (&replica.tally, [labels[0], labels[1], ("replica", &replica.replica)]);
+        out.add(Metric::ReplicaEpoch, &labels, replica.epoch);
+        out.add(Metric::ReplicaLastSuccess, &labels, replica.time);
+        out.add(Metric::ReplicaLag, &labels, replica.lag(now().as_secs()));
+        if let Some(blocks) = replica.blocks {
+            out.add(Metric::ReplicaLacks, &labels, blocks.saturating_mul(source.block_size.into()));
+        }
+        out.add(Metric::ReplicaSyncs, &labels, tally.syncs);
+        out.add(Metric::ReplicaFailures, &labels, tally.failures);
+        out.add(Metric::ReplicaSent, &labels, tally.bytes_sent);
+        if let Some(ms) = tally.freeze_ms {
+            out.add(Metric::ReplicaFreeze, &labels, Duration::from_millis(ms).as_secs_f64());
+        }
+        if let Some(verified) = &tally.verified {
+            let differing = if verified.repaired { 0 } else { verified.bytes_differing };
+            out.add(Metric::ReplicaLastVerify, &labels, verified.time);
+            out.add(Metric::ReplicaDiffering, &labels, differing);
+        }
+        for what in ["sync", "mirror", "verify"] {
+            let [source, id, replica_label] = labels;
+            let is_it = replica.work().is_some_and(|work| work.what == what);
+            out.add(Metric::ReplicaWork, &[source, id, replica_label, ("command", what)], u64::from(is_it));
+        }
+    }
+}
+
+/// What a host knows of a replica that it has.
+fn add_local(local: &LocalReplica<'_>, out: &mut Exposition) {
+    let path = local.path.display().to_string();
+    let id = local.source.map(|id| id.to_string()).unwrap_or_default();
+    let labels = [("replica", path.as_str()), ("source_id", &id)];
+    for state in STATES {
+        out.add(
+            Metric::LocalState,
+            &[labels[0], labels[1], ("state", state)],
+            u64::from(state == local.state),
+        );
+    }
+    for role in ROLES {
+        out.add(Metric::LocalRole, &[labels[0], labels[1], ("role", role)], u64::from(role == local.role));
+    }
+    if let Some(epoch) = local.epoch {
+        out.add(Metric::LocalEpoch, &labels, epoch);
+    }
+    if let Some(written) = local.written {
+        out.add(Metric::LocalTerm, &labels, local.term);
+        out.add(Metric::LocalCommitted, &labels, written);
+    }
+    out.add(Metric::LocalUnsure, &labels, local.unsure);
+    out.add(Metric::LocalAhead, &labels, u64::from(local.ahead));
+}
+
+/// Whether a copy was ever complete that a job is to make.
+fn add_copy(copy: &JobCopy, out: &mut Exposition) {
+    let JobCopy { job, command, source, replica, .. } = copy;
+    let labels = [("job", job.as_str()), ("command", command), ("source", source), ("replica", replica)];
+    out.add(Metric::JobCopied, &labels, u64::from(copy.made));
+}
+
+/// Prints metrics. Returns the exit code.
+pub(crate) fn prometheus(state: &StateDir, output: &Output) -> Result<u8> {
+    let metrics = Metrics::read(state)?;
+    let mut stdout = std::io::stdout().lock();
+    let printed = stdout.write_all(metrics.text.as_bytes()).and_then(|()| stdout.flush());
+    // A part would be taken for the whole.
+    printed.context("cannot print the metrics")?;
+    for error in &metrics.errors {
+        output.error(&failure::text(error), failure::FAILED);
+    }
+    Ok(if metrics.errors.is_empty() { 0 } else { failure::FAILED })
+}

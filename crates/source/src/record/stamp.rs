@@ -1,0 +1,455 @@
+//! Whether the image matches its record: a stamp is taken at the end of writing, and compared before the record is
+//! trusted again.
+//!
+//! # When a record is trusted
+//!
+//! A record is trusted after a stop only if the image is as dsync left it. A clean stop stamps the image's inode, size and times last.
+//! After an unclean one the image must not have changed later than the last write through the server: that time is kept in a mapped file,
+//! by the clock that stamps files. After a power cut the comparison uses the last durable value of that time, and the time of this boot.
+//! A disk that was detached and attached again within one boot, which its kernel number (diskseq) shows, may have lost what a power cut
+//! takes: after an unclean stop, an image that was written to is compared if its disk, or that of the state directory, has another
+//! diskseq. File systems over a network or in layers have no such number; of those over several disks, only Btrfs names them. While the
+//! image is held, its times are checked soon after each burst of writes, before the first write after such a check, once a second, at
+//! each checkpoint and at the end: if the time of change moved without a write through the server, another program wrote, and this is
+//! noted in the same mapped file. Another file at its path is refused. A block device has no such times: it is compared, unless the user
+//! passes `--trust-device`. A command that is not told so compares, and leaves the record as it found it until an epoch ends: one that is
+//! told so can still use it. Before dsync itself writes to a device as to a replica, it notes in the stamps of the sources on it that
+//! their records do not hold (`source/src/record/overwritten.rs`): nobody's word overrides that. Every failed check becomes a gap in the
+//! history.
+//!
+//! An epoch makes the image durable with its times, and the stamp keeps its time of change (`durable`): an image that bears an earlier
+//! one was rolled back, whatever a power cut may have taken. Where a file was ever served, one that is older than its record, or another
+//! in its place, is no disk to bring its replicas up to date from: sync, mirror and `verify --repair` refuse it until its user says that
+//! it is the source as it is (`--accept-source`), or restores it. A file that was never served, as a dump, is compared.
+//!
+//! Four cases cannot be detected from outside:
+//!
+//! - a write to a replica's file whose time of the content (mtime) was set back afterwards, to the nanosecond. That a file's owner, mode,
+//!   name or links alone were changed is told by this time, where it is finer than a millisecond and not of a file system in memory;
+//!   elsewhere, and between the batches of a mirror, it counts as a write;
+//! - a write by another program among writes through the server;
+//! - one within 50 ms after the server was killed while writes were in flight. The server records the time every few milliseconds while
+//!   writes are in flight; later changes of the image are detected;
+//! - one within some seconds before a power cut, after a clean stop of the server, or to a replica's file. A file's content may become
+//!   durable before its times do: at once with `O_DIRECT`, or when the system writes the page back before the file system commits its
+//!   journal. After the power cut the file then has the new content and the old times. `fsync` by the writer makes both durable.
+
+use device::{Boot, DiskKind, Folder, Identity, Life, Written};
+use serde::{Deserialize, Serialize};
+
+use crate::{Gap, SourceError};
+
+const NAME: &str = "stamp";
+
+/// The state of the image when its record was last valid.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct ImageStamp {
+    /// The record was closed; while a source is open this is false.
+    pub clean: bool,
+    /// Why changes were lost since the last checkpoint; to be written into the history as a gap.
+    pub lost: Option<Gap>,
+    /// The image at that moment.
+    pub identity: Identity,
+    /// The boot in which the stamp was taken, and the diskseqs beneath the image and its state.
+    pub boot: String,
+    /// The number of the history's last epoch at that moment. A history that ends earlier has lost what the record of
+    /// today does not hold.
+    pub epoch: u64,
+    /// Bytes that the source had before it shrank, until an epoch of its new size is in the history: a command that was
+    /// allowed to read the smaller one, and failed, has not agreed to it for others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub larger: Option<u64>,
+    /// Of a block device whose record was closed, the kernel's count of writes then. `None` where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub written: Option<Written>,
+    /// Blocks that the record had when it was closed: it has no checksum, because it is written through a mapping. `None` while a
+    /// source is open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub marked: Option<u64>,
+    /// The time of change of a file at its last epoch, which was durable with its content, in nanoseconds since 1970. A power cut leaves it
+    /// none that is earlier. 0 where that is not known.
+    #[serde(default, skip_serializing_if = "is_unknown")]
+    pub durable: i64,
+    /// It was served once: it is a disk in use, and no dump that is made anew now and then.
+    pub served: bool,
+}
+
+fn is_unknown(time: &i64) -> bool {
+    *time == 0
+}
+
+/// What the next process finds of the last write.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LastWrite {
+    /// Nanoseconds since 1970, and a tick of the clock that stamps the image; see [`trackers::LastWriteTime`].
+    pub time: u64,
+    /// Writes were in flight when the process died: the image may have been changed by them a little later.
+    pub in_flight: bool,
+    /// The image's time of change at the process's last check; 0 if there was none.
+    pub seen: u64,
+    /// The process saw that others had changed the image.
+    pub foreign: bool,
+    /// Of a block device, the kernel's count of writes now.
+    pub written: Option<Written>,
+}
+
+/// Why the record of a block device is not believed.
+const UNPROVEN: &str =
+    "the block device may have been written to while it was not served (pass --trust-device if it was not)";
+/// The loss behind an NBD server: it may also show another moment, or another disk, under the same name.
+pub(crate) const UNRECORDED: &str = "it is behind an NBD server, where nobody records writes";
+/// The loss where the kernel has counted writes since: of others, or of dsync with a later state than this one, which is a copy.
+const UNSERVED: &str = "the block device was written to after this state of it was saved";
+/// The loss after a write that bypassed the server.
+pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
+/// The loss if the image is older than its history.
+const SET_BACK: &str = "the image was reset to an earlier state, from before its last epoch";
+/// The loss if something else is at the path now.
+pub(crate) const REPLACED: &str = "another file or device is in its place";
+
+/// The loss after dsync itself has written to a disk, which was a replica then.
+pub(crate) const AS_REPLICA: &str = "dsync wrote to it as a replica";
+
+/// The result of checking a stamp.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// There is no record yet.
+    New,
+    /// The record is valid.
+    Trusted { power_lost: bool },
+    /// The record is valid if nothing wrote to the device while dsync did not hold it, which nobody has said: why it is not believed.
+    Unproven { why: Gap, power_lost: bool },
+    /// The record is not valid.
+    Lost(Gap),
+}
+
+impl Verdict {
+    /// Why what was written is not known.
+    pub(crate) fn loss(&self) -> Option<Gap> {
+        match self {
+            Verdict::Lost(why) | Verdict::Unproven { why, .. } => Some(why.clone()),
+            Verdict::New => Some("the source was not tracked before".into()),
+            Verdict::Trusted { .. } => None,
+        }
+    }
+}
+
+impl ImageStamp {
+    pub(crate) fn read(folder: &dyn Folder) -> Result<Option<ImageStamp>, SourceError> {
+        crate::record::json::read_json(folder, NAME)
+    }
+
+    /// Removes the stamp, which is no longer valid.
+    pub(crate) fn forget(folder: &dyn Folder) -> Result<(), SourceError> {
+        let gone = folder.remove(NAME).and_then(|()| folder.sync());
+        gone.map_err(SourceError::state("remove a stamp in", folder.path()))
+    }
+
+    /// Whatever its user says of the disk, its record does not hold any more. Durable on return.
+    pub(crate) fn outdate(folder: &dyn Folder, why: &str) -> Result<(), SourceError> {
+        match ImageStamp::read(folder)? {
+            Some(stamp) if matches!(stamp.lost, None | Some(Gap::OtherContent(_))) => {
+                ImageStamp { lost: Some(why.into()), ..stamp }.write(folder)
+            }
+            // It says so, or there is none to be trusted.
+            _ => Ok(()),
+        }
+    }
+
+    /// Why a record is not believed that was opened with so many blocks, for a disk of this size.
+    pub(crate) fn is_damaged(&self, marked: u64, size: u64) -> Option<String> {
+        let then = self.marked.filter(|then| self.identity.size == size && *then != marked)?;
+        Some(format!(
+            "the record in the state directory is damaged: it had {then} changed blocks, and now has {marked}"
+        ))
+    }
+
+    pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
+        crate::record::json::write_json(folder, NAME, self)
+    }
+
+    /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
+    /// was written to last through its server, in nanoseconds since 1970. Of a device nothing tells.
+    pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64) -> Option<Gap> {
+        if !self.served || now.is_block() || self.lost.is_some() {
+            return None;
+        }
+        let then = &self.identity;
+        let moved = (then.kind, then.ino) != (now.kind, now.ino);
+        let (recorded, older) = match self.clean {
+            true => (then.mtime_ns, now.mtime_ns < then.mtime_ns || now.ctime_ns < then.ctime_ns),
+            // Unless the clock was set back. A power cut takes the times that were not durable when the disk was opened.
+            false => {
+                let set_back = now.ctime_ns < self.durable && wrote as i64 >= self.durable;
+                let before = boot.life(&self.boot) == Life::This && now.mtime_ns < then.mtime_ns;
+                (then.mtime_ns.max(wrote as i64), set_back || before)
+            }
+        };
+        // A copy that took its times along has what it had.
+        let same = self.clean && now.mtime_ns == then.mtime_ns && now.size == then.size;
+        if same && now.ctime_ns >= then.ctime_ns || !moved && !older {
+            return None;
+        }
+        let place = if moved { "another file is in its place, " } else { "" };
+        let at = |time: i64| device::moment((time.max(0) / 1_000_000_000) as u64);
+        let age = match (recorded - now.mtime_ns) / 1_000_000_000 {
+            0 => "at about the same time as".to_owned(),
+            seconds if seconds > 0 => format!("{} before", device::human_time(seconds.unsigned_abs())),
+            seconds => format!("{} after", device::human_time(seconds.unsigned_abs())),
+        };
+        Some(Gap::OtherContent(format!(
+            "{place}written to last on {}, {age} what was recorded ({})",
+            at(now.mtime_ns),
+            at(recorded)
+        )))
+    }
+
+    /// Whether the record of this stamp can be trusted for the image as it is.
+    pub(crate) fn verdict(
+        &self,
+        now: &Identity,
+        boot: &Boot,
+        last: LastWrite,
+        trust_device: bool,
+    ) -> Verdict {
+        if let Some(why) = &self.lost {
+            return Verdict::Lost(why.clone());
+        }
+        if last.foreign {
+            return Verdict::Lost(FOREIGN.into());
+        }
+        if !self.identity.same_object(now) {
+            return Verdict::Lost(REPLACED.into());
+        }
+        if now.kind == DiskKind::Export {
+            return Verdict::Lost(UNRECORDED.into());
+        }
+        let life = boot.life(&self.boot);
+        if now.is_block() {
+            let power_lost = !self.clean && life != Life::This;
+            let counts = self.written.zip(last.written).filter(|_| self.clean && life == Life::This);
+            if counts.is_some_and(|(then, now)| then.has_moved(&now)) {
+                return Verdict::Lost(UNSERVED.into());
+            }
+            return match trust_device {
+                true => Verdict::Trusted { power_lost },
+                false => Verdict::Unproven { why: UNPROVEN.into(), power_lost },
+            };
+        }
+        if self.clean {
+            return if self.identity == *now {
+                Verdict::Trusted { power_lost: false }
+            } else {
+                Verdict::Lost("the image was changed while it was not served".into())
+            };
+        }
+        if self.identity.size != now.size {
+            return Verdict::Lost("the image was resized while it was not served".into());
+        }
+        // What the history has, the record does not: an image from before that cannot be brought up to date by either.
+        if now.ctime_ns < self.durable {
+            return Verdict::Lost(SET_BACK.into());
+        }
+        self.unclean_verdict(now, boot, life, last)
+    }
+
+    /// Whether the record can be trusted after an unclean stop, by the times of the image: the last write to it must have been our own. Its time
+    /// is noted just before it goes down, in memory that outlives the process but not the kernel.
+    fn unclean_verdict(&self, now: &Identity, boot: &Boot, life: Life, last: LastWrite) -> Verdict {
+        let changed = now.ctime_ns.max(0) as u64;
+        // A time of whole seconds stands for all of its second.
+        let at_latest = changed.saturating_add(device::grain(now.ctime_ns) as u64 - 1);
+        let slack = match life {
+            Life::This if last.in_flight => Boot::DYING,
+            Life::This => 0,
+            _ => Boot::LATE,
+        };
+        let written = last.time.saturating_add(slack);
+        // A stamp that was taken within that second does not tell what came later in it.
+        let untouched = self.identity.ctime_ns == now.ctime_ns && (at_latest == changed || written < changed);
+        if life == Life::This {
+            // Not so after a power cut: then a file's time may be older than its content.
+            if changed < last.seen {
+                return Verdict::Lost(
+                    "after its server was killed, the image was reset to an earlier state".into(),
+                );
+            }
+            // The process saw others change the image, and the history has that gap: nothing has changed it since.
+            let settled = changed == last.seen;
+            if untouched || settled || at_latest <= written {
+                return Verdict::Trusted { power_lost: false };
+            }
+            return Verdict::Lost(
+                "after its server was killed, the image was changed by another program".into(),
+            );
+        }
+        if untouched || (at_latest <= written && at_latest < boot.began) {
+            return Verdict::Trusted { power_lost: true };
+        }
+        Verdict::Lost(match life {
+            Life::Detached => {
+                "its disk, or that of the state directory, was detached while dsync had it open".into()
+            }
+            _ => "after the power cut, the image was changed by another program".into(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The stamp of a disk that is served, as its opening in this boot took it.
+    fn unclean(identity: Identity, boot: &str) -> ImageStamp {
+        ImageStamp {
+            clean: false,
+            lost: None,
+            identity,
+            boot: boot.into(),
+            epoch: 1,
+            larger: None,
+            written: None,
+            marked: None,
+            durable: 0,
+            served: true,
+        }
+    }
+
+    #[test]
+    fn after_a_kill_the_image_is_no_older_than_it_was_seen() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let changed = now.ctime_ns as u64;
+        let boot = Boot { id: "this one".into(), began: 0 };
+        let stamp = |ctime_ns| unclean(Identity { ctime_ns, ..now.clone() }, &boot.id);
+        let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false, written: None };
+        let trusted = Verdict::Trusted { power_lost: false };
+        assert_eq!(stamp(1).verdict(&now, &boot, last(changed), false), trusted);
+        // Rolled back, even to the very state that was opened; or written to after the clock was set back.
+        for opened in [1, now.ctime_ns] {
+            let verdict = stamp(opened).verdict(&now, &boot, last(changed + 1), false);
+            assert!(
+                matches!(&verdict, Verdict::Lost(why) if why.to_string().contains("earlier state")),
+                "{verdict:?}"
+            );
+        }
+        let seen = LastWrite { foreign: true, ..last(changed) };
+        assert_eq!(stamp(1).verdict(&now, &boot, seen, false), Verdict::Lost(FOREIGN.into()));
+        // A change by others later than every own write: compared, and nothing since; and one that nobody has seen.
+        let late = |seen| LastWrite { time: changed - 1, ..last(seen) };
+        assert_eq!(stamp(1).verdict(&now, &boot, late(changed), false), trusted);
+        let verdict = stamp(1).verdict(&now, &boot, late(changed - 1), false);
+        assert!(
+            matches!(&verdict, Verdict::Lost(why) if why.to_string().contains("another program")),
+            "{verdict:?}"
+        );
+    }
+
+    /// A file system that stamps to the second stamps others' writes as own ones of the same second.
+    #[test]
+    fn a_time_of_whole_seconds_stands_for_its_second() {
+        const SECOND: u64 = 1_000_000_000;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // No even one, which could be of two seconds.
+        let changed = 1_700_000_001 * SECOND;
+        let now = Identity { ctime_ns: changed as i64, ..device::identity(file.path()).unwrap() };
+        let boot = Boot { id: "this one".into(), began: u64::MAX };
+        for life in [&boot.id, "an earlier one"] {
+            for (opened, time, seen, trusted) in [
+                (1, changed + SECOND / 2, 0, false),
+                (1, changed + SECOND, 0, true),
+                (1, changed + SECOND / 2, changed, true),
+                // An epoch or an opening has stamped it in that second; the latter before anything was written.
+                (now.ctime_ns, changed + SECOND / 2, 0, false),
+                (now.ctime_ns, 0, 0, true),
+            ] {
+                // After a power cut a note may be some seconds late.
+                let late = if life == boot.id { 0 } else { Boot::LATE };
+                let time = u64::saturating_sub(time, late);
+                let last = LastWrite { time, in_flight: false, seen, foreign: false, written: None };
+                let stamp = unclean(Identity { ctime_ns: opened, ..now.clone() }, life);
+                let verdict = stamp.verdict(&now, &boot, last, false);
+                let expected = trusted && (seen == 0 || life == boot.id);
+                if matches!(verdict, Verdict::Trusted { .. }) != expected {
+                    panic!("{life}, opened at {opened}, written at {time}, seen at {seen}: {verdict:?}");
+                }
+            }
+        }
+    }
+
+    /// A power cut may take what was not flushed, and nothing that an epoch has made durable.
+    #[test]
+    fn no_power_cut_leaves_an_image_from_before_its_last_epoch() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let changed = now.ctime_ns as u64;
+        let boot = Boot { id: "this one".into(), began: u64::MAX };
+        let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
+        for (opened, life) in [(1, "this one"), (1, "an earlier one"), (now.ctime_ns, "an earlier one")] {
+            let verdict = |durable| {
+                let opened = Identity { ctime_ns: opened, ..now.clone() };
+                let stamp = ImageStamp { durable, ..unclean(opened, life) };
+                stamp.verdict(&now, &boot, last, false)
+            };
+            assert!(matches!(verdict(now.ctime_ns), Verdict::Trusted { .. }), "{life}");
+            assert_eq!(verdict(now.ctime_ns + 1), Verdict::Lost(SET_BACK.into()), "{life}");
+        }
+    }
+
+    #[test]
+    fn a_disk_in_use_is_no_older_than_its_record() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let (stamped, hour) = (now.ctime_ns, 3_600_000_000_000);
+        let boot = Boot { id: "this one".into(), began: 0 };
+        let stamp = |clean, identity: &Identity| ImageStamp {
+            clean,
+            durable: if clean { 0 } else { identity.ctime_ns },
+            ..unclean(identity.clone(), &boot.id)
+        };
+        let at = |time| Identity { mtime_ns: time, ctime_ns: time, ..now.clone() };
+        let moved = |time| Identity { ino: now.ino + 1, ..at(time) };
+        for clean in [true, false] {
+            let other = |then: &Identity| stamp(clean, then).other(&now, &boot, then.ctime_ns as u64);
+            // What was written since, and what was copied with its times.
+            assert_eq!(other(&at(stamped)), None, "{clean}");
+            assert_eq!(other(&at(stamped - hour)), None, "{clean}");
+            assert_eq!(other(&moved(stamped)).is_some(), !clean);
+            assert!(
+                other(&moved(stamped - hour)).is_some_and(|why| why.to_string().contains("after what")),
+                "{clean}"
+            );
+            for then in [at(stamped + 3 * hour), moved(stamped + 3 * hour)] {
+                let why = other(&then).unwrap();
+                assert!(why.to_string().contains("3 h before what was recorded"), "{why}");
+                // A dump, and what is said already.
+                assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
+                let lost = Some(Gap::Damaged);
+                assert_eq!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
+            }
+        }
+        // A clock that was set back while the disk was served.
+        let ahead = Identity { ctime_ns: stamped + hour, ..now.clone() };
+        assert_eq!(stamp(false, &ahead).other(&now, &boot, stamped as u64), None);
+        // Times that were not durable yet when the power went.
+        let later = Boot { id: "another".into(), began: u64::MAX };
+        let opened = ImageStamp { durable: stamped, ..stamp(false, &at(stamped + hour)) };
+        assert_eq!(opened.other(&now, &later, (stamped + hour) as u64), None);
+        assert!(opened.other(&now, &boot, (stamped + hour) as u64).is_some());
+    }
+
+    /// After a power cut nothing of the new boot is an own write, however late the note of the last one may be.
+    #[test]
+    fn what_changed_since_the_reboot_is_no_own_write() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let changed = now.ctime_ns as u64;
+        let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
+        let stamp = unclean(Identity { ctime_ns: 1, ..now.clone() }, "an earlier one");
+        let verdict = |began| stamp.verdict(&now, &Boot { id: "this one".into(), began }, last, false);
+        assert_eq!(verdict(changed + 1), Verdict::Trusted { power_lost: true });
+        assert!(
+            matches!(verdict(changed), Verdict::Lost(why) if why.to_string().contains("after the power cut"))
+        );
+    }
+}

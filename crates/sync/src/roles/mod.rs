@@ -1,0 +1,178 @@
+//! What a disk may be used for, by what it is: a source is read and written to, a replica is neither by the way.
+
+pub(crate) mod attach;
+pub(crate) mod demote;
+pub(crate) mod ended;
+pub(crate) mod group_demote;
+pub(crate) mod group_promote;
+pub(crate) mod last_word;
+pub(crate) mod promote;
+
+use std::path::{Path, PathBuf};
+
+use replica::Lineage;
+use source::StateDir;
+
+use crate::conflict::Conflict;
+use crate::error::SyncError;
+use crate::roles::ended::ended_with;
+use crate::site::Site;
+
+/// What is written down of a replica at `path`; `None` if there is none, or nothing at all.
+fn lineage(path: &Path, state: &dyn Site) -> Result<Option<Lineage>, SyncError> {
+    match state.lineage(path, &state.opening(None)) {
+        // Opening it next reports a better error.
+        Err(_) if !state.exists(path) => Ok(None),
+        other => Ok(other?),
+    }
+}
+
+/// Refuses a replica whose promotion was interrupted: it is neither.
+pub(crate) fn refuse_unfinished(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
+    let Some(lineage) = lineage(path, state)? else { return Ok(()) };
+    let Some(promoted) = lineage.role.promoted else { return Ok(()) };
+    if let Some((group, dir)) = state.promotes_still(&state.real(path), &lineage)? {
+        return Err(SyncError::Refused(format!(
+            "the promotion of {} with its group {group} was interrupted, and the others may not be sources yet: run \"dsync promote --group \
+             {}\" again, which completes it",
+            path.display(),
+            dir.display()
+        )));
+    }
+    let known = state.source(&path.to_string_lossy())?;
+    let done =
+        known.is_some_and(|(_, about)| (Some(about.uuid), about.term) == (lineage.source, promoted.term));
+    if done {
+        return Ok(());
+    }
+    refuse_made_elsewhere(path, &lineage, state)?;
+    let path = path.display();
+    Err(SyncError::Refused(format!(
+        "the promotion of {path} was interrupted, or its state directory is another one: run \"dsync promote {path}\" again, \
+         which completes it"
+    )))
+}
+
+/// The state directory with which a disk is the source, if that is not the given one. One that cannot be read is believed.
+pub fn made_elsewhere(path: &Path, lineage: &Lineage, state_dir: &Path) -> Option<PathBuf> {
+    let (promoted, made_in) = (lineage.role.promoted?, lineage.role.made_in.clone()?);
+    if made_in == state_dir {
+        return None;
+    }
+    let is_there = match StateDir::find(Some(&made_in)).source(&path.to_string_lossy()) {
+        Ok(known) => {
+            known.is_some_and(|(_, about)| (Some(about.uuid), about.term) == (lineage.source, promoted.term))
+        }
+        Err(_) => true,
+    };
+    is_there.then_some(made_in)
+}
+
+/// Refuses a disk that is the source with another state directory: one disk would be the source twice.
+pub(crate) fn refuse_made_elsewhere(
+    path: &Path,
+    lineage: &Lineage,
+    state: &dyn Site,
+) -> Result<(), SyncError> {
+    let made = state.state_dir().and_then(|here| made_elsewhere(&state.real(path), lineage, &here));
+    made.map_or(Ok(()), |made| {
+        Err(SyncError::Refused(format!(
+            "{} is the source already (term {}), with the state directory {2}: pass --state-dir {2}, as a user who may write there",
+            path.display(),
+            lineage.role.term,
+            made.display()
+        )))
+    })
+}
+
+/// Refuses a source that has ended with its group, and is not demoted yet: it is neither.
+fn refuse_ended(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
+    let Some((_, about)) = state.source(&path.to_string_lossy())? else { return Ok(()) };
+    match ended_with(state, &about)? {
+        None => Ok(()),
+        Some(group) => Err(Conflict::Ending { path: path.to_path_buf(), group }.into()),
+    }
+}
+
+/// Refuses to open a replica for writing: what is written to it is in no source. `otherwise` is what else can be done.
+///
+/// # Errors
+/// [`SyncError::Refused`], or if its state cannot be read.
+pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<(), SyncError> {
+    refuse_unfinished(path, state)?;
+    let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
+        return refuse_ended(path, state);
+    };
+    let restored =
+        state.source(&path.to_string_lossy())?.filter(|(_, about)| Some(about.uuid) != lineage.source);
+    let promote = promotion(path, &lineage);
+    let path = path.display();
+    let at = match (lineage.epoch, lineage.source) {
+        (Some(epoch), Some(source)) => format!("a replica of source {source} at epoch {epoch}"),
+        (None, Some(source)) => format!("a replica of source {source} that is not complete"),
+        (_, None) => "a replica that is not complete".into(),
+    };
+    let way = match (&lineage.role.demoted, restored) {
+        (_, Some((_, about))) => format!(
+            "It was restored as one, and is the source {} of this host as well: \"dsync forget --replica {path}\" makes it that alone",
+            about.uuid
+        ),
+        (Some(demoted), None) => format!(
+            "It was the source until it was demoted on {}. If another disk was promoted in its place, use that; \"dsync promote {path}\" says \
+             what it takes to make it the source again",
+            device::moment(demoted.since)
+        ),
+        (None, None) if lineage.epoch.is_none() => format!(
+            "Complete its first copy with \"dsync sync\" from its source; if that is gone, \"dsync forget {path}\" makes it a plain disk"
+        ),
+        (None, None) if lineage.role.released.is_some() => {
+            format!("To take over from its source, run \"{promote}\" first")
+        }
+        (None, None) => format!(
+            "To take over from its source, run \"{promote}\" first: it says what that gives up, and how to have it"
+        ),
+    };
+    Err(SyncError::Refused(format!(
+        "{path} is {at}: the next sync would overwrite what is written to it. {way}{otherwise}"
+    )))
+}
+
+/// What the disk at `path` is, and how it becomes the source, if it is a replica that was never promoted: syncing from it restores
+/// another disk.
+pub fn unpromoted(path: &Path, state: &dyn Site) -> Option<String> {
+    let lineage = lineage(path, state).ok()??;
+    let (source, epoch) = (lineage.source?, lineage.epoch?);
+    lineage.role.promoted.is_none().then(|| {
+        format!(
+            "{} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To take over \
+             from its source, run \"{}\" instead",
+            path.display(),
+            epoch.number,
+            promotion(path, &lineage)
+        )
+    })
+}
+
+/// The command that makes a replica the source, together with those of its group.
+fn promotion(path: &Path, lineage: &Lineage) -> String {
+    match &lineage.group {
+        Some(group) => format!("dsync promote --group {}", group.dir_for(path).display()),
+        None => format!("dsync promote {}", path.display()),
+    }
+}
+
+/// Refuses a source that was demoted: it has nothing that is newer than what it follows.
+pub(crate) fn refuse_demoted(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
+    refuse_unfinished(path, state)?;
+    let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
+        return refuse_ended(path, state);
+    };
+    let Some(demoted) = lineage.role.demoted else { return Ok(()) };
+    Err(SyncError::Refused(format!(
+        "{0} was demoted on {1}, and is a replica of source {2} since: sync to it from the disk that was promoted. \
+         \"dsync promote {0}\" says what it takes to make it the source again",
+        path.display(),
+        device::moment(demoted.since),
+        lineage.source.unwrap_or_default(),
+    )))
+}

@@ -1,0 +1,218 @@
+//! What only a destination has, and what becomes of that where its user consents to give it up.
+//!
+//! It is given up where the loss is known, by both ends: the source's end finds the last epoch in common by the
+//! lives of both, and asks the replica's end, which holds the disk, to give up what was written since (`demote.rs`, `give_up`). That
+//! saves it as a delta if it is to be saved, and makes the disk a replica at that epoch, whose unsure set are the blocks written since.
+//! So what follows is an ordinary tracked delta: what the new source has written since, and the unsure set. A replica that was a source
+//! is promoted for that, and demoted again; where a crash leaves it promoted, the same command finds a source. Where it is not known what
+//! was written, the epoch is unknown too, and all is compared.
+
+use std::path::Path;
+
+use link::Link;
+use replica::Role;
+use source::Handle;
+
+use crate::conflict::{Conflict, Diverged, Divergence};
+use crate::error::SyncError;
+use crate::options::{GiveUp, SyncOptions};
+use crate::plan::facts::facts;
+use crate::plan::{Facts, Knowledge, choose, refuse_diverged};
+use crate::report::{GivenUp, Totals};
+use crate::transfer::Transfer;
+use crate::wire::messages::{Apart, Open, Status, open, part};
+
+/// What a sync with consent does to its destination first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Loss {
+    /// The destination has nothing that the source has not.
+    Nothing,
+    /// What was written to it since then is given up there: it records that, and is a replica afterwards.
+    Since(Apart),
+    /// What it has is in no record, so all of it is compared.
+    Compared,
+}
+
+/// What has to be given up.
+///
+/// # Errors
+/// Refused if it is to be saved, and nothing tells what it is.
+pub(crate) fn loss(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<Loss, Conflict> {
+    let Some(how) = &options.give_up else { return Ok(Loss::Nothing) };
+    let saves = matches!(how, GiveUp::Save(_));
+    let (loss, why) = match refuse_diverged(facts, status, options) {
+        Err(Conflict::Diverged(diverged)) => diverged.loss(),
+        Err(Conflict::Foreign { .. }) => (Loss::Compared, REPLICA),
+        Err(other) => return Err(other),
+        // Its numbers fit, and its ids do not.
+        Ok(()) if matches!(facts.history, Knowledge::Foreign(_)) => (Loss::Compared, REPLICA),
+        Ok(()) if saves => given_up_before(status),
+        Ok(()) => (Loss::Nothing, ""),
+    };
+    match loss {
+        Loss::Compared | Loss::Since(Apart { since: None }) if saves => {
+            Err(Conflict::Unsaveable { name: facts.name.to_owned(), why: why.to_owned() })
+        }
+        loss => Ok(loss),
+    }
+}
+
+const REPLICA: &str = "it is a replica, and only a source records what is written to it";
+const TOO_FAR: &str = "its history does not go back to an epoch that both have";
+const NO_RECORD: &str = "some of what was written to it is in no record";
+const GIVEN_UP: &str = "it was given up before, and a sync has begun to overwrite it";
+
+/// What was given up by an earlier command, without saving it, is saved as long as it is there.
+fn given_up_before(status: &Status) -> (Loss, &'static str) {
+    let Role { demoted, .. } = &status.replica.role;
+    let unsaved = demoted.as_ref().is_some_and(|demoted| demoted.saved.is_none());
+    match status.replica.epoch.filter(|_| unsaved && !status.replica.unsure.is_empty()) {
+        Some(epoch) if status.demotes_anew.contains(&epoch) => {
+            (Loss::Since(Apart { since: Some(epoch.number) }), "")
+        }
+        Some(_) => (Loss::Compared, GIVEN_UP),
+        None => (Loss::Nothing, ""),
+    }
+}
+
+impl Diverged {
+    /// What is lost where the source is kept, and why it could not be saved.
+    pub(crate) fn loss(&self) -> (Loss, &'static str) {
+        match self.divergence {
+            Divergence::TwoSources { there, .. } => {
+                let why = if there.reaches { NO_RECORD } else { TOO_FAR };
+                (Loss::Since(Apart { since: self.common.filter(|_| there.tells()) }), why)
+            }
+            Divergence::OtherBranch { demoted: true, .. } => match self.common {
+                None => (Loss::Compared, TOO_FAR),
+                since => (Loss::Since(Apart { since }), TOO_FAR),
+            },
+            _ => (Loss::Compared, REPLICA),
+        }
+    }
+}
+
+/// What there is to say where nothing had to be given up, although its user consented.
+pub(crate) fn said_of_nothing(status: &Status, how: &GiveUp) -> String {
+    let saved = status.replica.role.demoted.as_ref().and_then(|demoted| demoted.saved.as_ref());
+    match (saved, how) {
+        (Some(file), _) => format!("what was given up there is saved in {}", file.display()),
+        (None, GiveUp::Save(file)) => {
+            format!("nothing there had to be given up, so {} was not written", file.display())
+        }
+        (None, GiveUp::Discard) => "nothing there had to be given up".into(),
+    }
+}
+
+impl Transfer<'_> {
+    /// Has the destination give up what was written to it since then. What it is afterwards, and what it gave up.
+    pub(crate) fn give_up(&self, apart: Apart) -> Result<(Status, GivenUp), SyncError> {
+        let status = self.ask_to_give_up(apart)?;
+        let epoch = status.replica.epoch;
+        let given_up = GivenUp {
+            since: epoch.map(|epoch| epoch.number),
+            bytes: epoch.map(|_| status.replica.unsure.bytes()),
+            saved: status.replica.role.demoted.as_ref().and_then(|demoted| demoted.saved.clone()),
+        };
+        Ok((status, given_up))
+    }
+}
+
+/// What a consent has come to.
+pub(crate) struct Consented {
+    /// What the destination is now; of a dry run, what it would be.
+    pub status: Status,
+    /// How it is to be brought up to date.
+    pub options: SyncOptions,
+    pub given_up: Option<GivenUp>,
+    /// What there is to say where nothing had to be given up.
+    pub said: Option<String>,
+}
+
+/// Has a destination give up what only it has, so that it can be brought up to date.
+///
+/// # Errors
+/// Refused if that is to be saved and cannot be, and if this source would be refused then: nothing is given up for it.
+pub(crate) fn consent(
+    handle: &Handle,
+    transfer: &Transfer<'_>,
+    status: Status,
+    how: &GiveUp,
+) -> Result<Consented, SyncError> {
+    let (name, options) = (transfer.name, transfer.options);
+    let known = facts(handle, &status, name, options)?;
+    let mut later = SyncOptions { give_up: None, ..options.clone() };
+    let (status, given_up, said) = match loss(&known, &status, options)? {
+        Loss::Nothing => {
+            let said = said_of_nothing(&status, how);
+            (status, None, Some(said))
+        }
+        Loss::Compared => {
+            (later.adopt, later.overwrite) = (true, true);
+            let since = known.common.map(|epoch| epoch.number);
+            (status, Some(GivenUp { since, bytes: None, saved: None }), None)
+        }
+        Loss::Since(apart) => {
+            let expected = as_if_given_up(handle, status, apart)?;
+            choose(&facts(handle, &expected, name, &later)?, &expected, &later)?;
+            match options.dry_run {
+                true => {
+                    let bytes = known.two.there.bytes.filter(|_| apart.since.is_some());
+                    (expected, Some(GivenUp { since: apart.since, bytes, saved: None }), None)
+                }
+                false => {
+                    let (status, given_up) = transfer.give_up(apart)?;
+                    (status, Some(given_up), None)
+                }
+            }
+        }
+    };
+    Ok(Consented { status, options: later, given_up, said })
+}
+
+/// What a destination will be once it has given up what was written to it.
+fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Status, SyncError> {
+    let source = handle.about().uuid;
+    let size = handle.reader()?.len();
+    let history = handle.history()?;
+    let replica = match apart.since.and_then(|since| history.by_number(since)) {
+        Some(epoch) => {
+            let role = replica::Role::replica(handle.about().term, handle.lives_to(&epoch)?);
+            replica::Status { role, ..replica::Status::at(source, epoch, size) }
+        }
+        // Of an epoch that is not known here, all is compared.
+        None => replica::Status {
+            source: Some(source),
+            positions: vec![replica::Position { epoch: None, upto: size }],
+            size,
+            ..replica::Status::nothing()
+        },
+    };
+    Ok(Status { replica, primary: None, holds_data: true, ..status })
+}
+
+/// Makes one destination of a group give up what only it has, before the group is synced to it. Returns what that gave up, and whether all of
+/// it has to be compared, because it is in no record.
+///
+/// # Errors
+/// As for [`push`](crate::push()) with [`SyncOptions::give_up`].
+pub fn give_up_member(
+    handle: &Handle,
+    link: Link,
+    (destination, name): (&Path, &str),
+    options: &SyncOptions,
+) -> Result<(Option<GivenUp>, bool), SyncError> {
+    let (sender, receiver) = link.split();
+    let done = (|| {
+        let Some(how) = &options.give_up else { return Ok((None, false)) };
+        let asked = Open::for_sync(destination, options).beside(handle)?;
+        let status = open(&sender, &receiver, &asked, None)?;
+        let totals = Totals::new(&|_, _| {});
+        let (sender, receiver, member) = (&sender, &receiver, (0, false));
+        let transfer =
+            Transfer { sender, receiver, name, options, totals, in_place: false, member, resends: false };
+        let done = consent(handle, &transfer, status, how)?;
+        Ok((done.given_up, done.options.adopt))
+    })();
+    part(sender, &receiver, done)
+}

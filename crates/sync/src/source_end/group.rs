@@ -1,0 +1,469 @@
+//! The sources' end of a sync of a group: one cut of all sources, a delta to each replica, one commit.
+//!
+//! ```text
+//!     statuses ──▶ first copies, each committed by itself ──▶ cut ──▶ a delta to each, prepared ──▶ commit of all
+//! ```
+//!
+//! Everything that refuses a member is asked before the cut. What a source may forget of its history is recorded after the commit.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use delta::{Epoch, Method};
+use link::{Link, Receiver, Sender};
+use serde::Serialize;
+use source::{GroupHandle, Handle, View};
+
+use crate::conflict::{Conflict, ways_of_group, with_ends};
+use crate::cut_hook::around;
+use crate::error::SyncError;
+use crate::options::SyncOptions;
+use crate::plan::facts::{acknowledge, bookmark, facts, moment, note_older};
+use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
+use crate::report::{Progress, Summary, Totals};
+use crate::source_end::account::Account;
+use crate::source_end::live::Approach;
+use crate::source_end::push::{bring, estimate};
+use crate::transfer::pack::reading;
+use crate::transfer::{Prepared, Transfer, heard};
+use crate::wire::messages::{
+    COMMIT_GROUP, Committed, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, Status, expect, nonsense, part,
+    text,
+};
+
+/// What a sync of a group did, besides the summaries of its members.
+#[derive(Debug, Clone, Serialize)]
+pub struct GroupSummary {
+    kind: &'static str,
+    /// The name of the group.
+    pub group: String,
+    /// The folder of its replicas, as the user named it.
+    pub destination: String,
+    /// The number of the cut at which all replicas are. `None` after a dry run.
+    pub epoch: Option<u64>,
+    /// Its id.
+    pub epoch_id: Option<uuid::Uuid>,
+    /// The members that were copied for the first time.
+    pub seeded: Vec<String>,
+    /// Bytes sent over the link, framing included.
+    pub bytes_sent: u64,
+    /// Bytes received over the link.
+    pub bytes_received: u64,
+    /// Wall-clock time.
+    pub seconds: f64,
+    /// Nothing was sent, only counted.
+    pub dry_run: bool,
+}
+
+/// Brings the replicas of a group at the other end of `link` to one moment. They are in the folder `dir`, and have the names of
+/// the sources; `name` is how the user named the folder.
+pub fn push_group(
+    group: &GroupHandle,
+    link: Link,
+    dir: &Path,
+    name: &str,
+    options: &SyncOptions,
+    progress: Progress<'_>,
+) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
+    let (sender, receiver) = link.split();
+    let began = Instant::now();
+    let traffic = sender.traffic();
+    let pushed = (|| {
+        let ends = (&sender, &receiver);
+        let mut session = GroupSession::begin(ends, group, dir, name, options, progress)?;
+        let (mut summary, members) = session.round()?;
+        summary.seconds = began.elapsed().as_secs_f64();
+        if !options.dry_run {
+            (summary.bytes_sent, summary.bytes_received) = (traffic.sent(), traffic.received());
+        }
+        Ok((summary, members))
+    })();
+    part(sender, &receiver, pushed)
+}
+
+/// A conversation about the replicas of a group, in which they may be brought to one moment again and again.
+pub(crate) struct GroupSession<'a> {
+    sender: &'a Sender,
+    receiver: &'a Receiver,
+    group: &'a GroupHandle,
+    destination: &'a str,
+    options: SyncOptions,
+    /// The options for a first copy: without the hook, as nobody is told of its cut.
+    alone: SyncOptions,
+    progress: Progress<'a>,
+    /// What each member's sync is counted as.
+    accounts: Vec<Account>,
+    /// The replicas, as the user would name them, and their paths there.
+    names: Vec<String>,
+    paths: Vec<PathBuf>,
+    /// The replicas' statuses for the round that comes next; empty if they have not been heard yet.
+    statuses: Vec<Status>,
+}
+
+/// A member, with what is to be sent to its replica.
+struct Planned<'a> {
+    handle: &'a Handle,
+    transfer: Transfer<'a>,
+    view: Arc<View>,
+    plan: SyncPlan,
+    status: Status,
+    summary: Summary,
+}
+
+impl<'a> GroupSession<'a> {
+    /// Opens the replicas.
+    pub(crate) fn begin(
+        (sender, receiver): (&'a Sender, &'a Receiver),
+        group: &'a GroupHandle,
+        dir: &Path,
+        destination: &'a str,
+        options: &SyncOptions,
+        progress: Progress<'a>,
+    ) -> Result<GroupSession<'a>, SyncError> {
+        if let Some(pace) = &options.bwlimit {
+            sender.pace(pace);
+        }
+        let (mut names, mut paths, mut members) = (Vec::new(), Vec::new(), Vec::<Open>::new());
+        let mut accounts = Vec::new();
+        for (handle, file) in group.members().iter().zip(group.files()) {
+            handle.be_polite(options.polite);
+            names.push(format!("{}/{file}", destination.trim_end_matches('/')));
+            paths.push(dir.join(file));
+            members.push(Open::for_sync(&dir.join(file), options).beside(handle)?);
+            let name = names.last().map_or("", String::as_str);
+            let account = Account::begin(handle, (&dir.join(file), name), &options.way, "sync");
+            accounts.push(if options.dry_run { account.dry() } else { account });
+        }
+        sender.send_json(OPEN_GROUP, &OpenGroup { name: group.name().to_owned(), members })?;
+        let (statuses, mut options) = (Vec::new(), options.clone());
+        options.live.cut.together = true;
+        let alone = SyncOptions { hook: None, ..options.clone() };
+        Ok(GroupSession {
+            sender,
+            receiver,
+            group,
+            destination,
+            options,
+            alone,
+            progress,
+            accounts,
+            names,
+            paths,
+            statuses,
+        })
+    }
+
+    /// Brings all replicas to one moment.
+    pub(crate) fn round(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
+        let mut done = self.bring_together().map_err(|error| self.named(error));
+        match &mut done {
+            Ok((_, members)) => {
+                for (account, member) in self.accounts.iter().zip(members) {
+                    account.synced(&Ok(member.clone()));
+                    account.say_unrepaired(member);
+                }
+            }
+            // What it is about is not known of each.
+            Err(error) => self.accounts.iter().for_each(|account| account.failed(error)),
+        }
+        done
+    }
+
+    fn bring_together(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
+        self.statuses.clear();
+        for _ in self.group.members() {
+            self.statuses.push(Status::hear(self.receiver)?);
+        }
+        let choices = self.choose_all()?;
+        if !self.options.dry_run {
+            self.refuse_unlike(&choices)?;
+        }
+        self.accounts.iter().for_each(Account::opened);
+        let mut done = GroupSummary {
+            kind: "group",
+            group: self.group.name().to_owned(),
+            destination: self.destination.to_owned(),
+            epoch: None,
+            epoch_id: None,
+            seeded: Vec::new(),
+            bytes_sent: 0,
+            bytes_received: 0,
+            seconds: 0.0,
+            dry_run: self.options.dry_run,
+        };
+        if self.options.dry_run {
+            return Ok((done, self.estimate_all(choices)?));
+        }
+        let seeded = self.seed(&choices)?;
+        done.seeded = seeded.iter().map(|(at, _)| self.names[*at].clone()).collect();
+        // What was seeded is at an epoch now.
+        let choices = if seeded.is_empty() { choices } else { self.choose_all()? };
+        let (cut, mut members) = match self.group.is_live() {
+            true => self.cut_live(choices)?,
+            false => {
+                let (cut, views) = around(&self.options.hook, || Ok(self.group.cut()?))?;
+                (cut, self.plan_all(choices, views)?)
+            }
+        };
+        for member in &mut members {
+            let handle = member.handle;
+            self.prepare(member).map_err(|error| of_member(handle, error))?;
+        }
+        self.commit(cut, &mut members)?;
+        (done.epoch, done.epoch_id) = (Some(cut.number), Some(cut.id));
+        let mut summaries: Vec<Summary> = members.into_iter().map(|member| member.summary).collect();
+        // What was taken over or created is a replica like any other now.
+        for options in [&mut self.options, &mut self.alone] {
+            (options.adopt, options.create) = (false, false);
+        }
+        for (at, seed) in seeded {
+            match summaries.get_mut(at) {
+                Some(summary) if summary.blocks_changed == 0 => {
+                    *summary = Summary { epoch: summary.epoch, ..seed };
+                }
+                // What was written meanwhile came by itself.
+                Some(summary) => {
+                    summary.bytes_sent += seed.bytes_sent;
+                    summary.bytes_received += seed.bytes_received;
+                    summary.seconds += seed.seconds;
+                }
+                None => {}
+            }
+        }
+        Ok((done, summaries))
+    }
+
+    /// What the other side said of a replica, with the ends of its sync in the commands that it names.
+    fn named(&self, error: SyncError) -> SyncError {
+        let (message, class) = match error {
+            SyncError::Far { message, class } => (message, class),
+            SyncError::Conflict(Conflict::Diverged(diverged)) => {
+                let said = diverged.said(&ways_of_group(self.group.name()));
+                return SyncError::Diverged(said);
+            }
+            other => return other,
+        };
+        let members = self.group.members().iter().zip(&self.paths).zip(&self.names);
+        let is_meant = |path: &PathBuf| {
+            let after = path.to_str().and_then(|path| Some(message.split_once(path)?.1));
+            after.is_some_and(|after| !after.starts_with(|c: char| c.is_alphanumeric() || ".-_/".contains(c)))
+        };
+        let meant = members.into_iter().find(|((_, path), _)| is_meant(path));
+        let message = match meant {
+            Some(((handle, _), name)) => with_ends(&message, &handle.about().path.to_string_lossy(), name),
+            None => message,
+        };
+        SyncError::Far { message, class }
+    }
+
+    fn each(&self) -> impl Iterator<Item = (&'a Handle, &Status, &str)> {
+        let named = self.names.iter().map(String::as_str);
+        self.group
+            .members()
+            .iter()
+            .zip(&self.statuses)
+            .zip(named)
+            .map(|((handle, status), name)| (handle, status, name))
+    }
+
+    /// Picks a method for each member, or refuses all of them for one.
+    fn choose_all(&self) -> Result<Vec<Choice>, SyncError> {
+        let mut choices = Vec::new();
+        for (handle, status, name) in self.each() {
+            let (about, size) = (handle.about(), handle.reader()?.len());
+            let known = facts(handle, status, name, &self.options)?;
+            note_older(handle, known.branch, status, &self.options);
+            choices.push(choose(&known, status, &self.options)?);
+            if self.options.adopt {
+                refuse_larger((&about.path, about.uuid, size), status, &self.options)?;
+            }
+            if let Some(capacity) = status.replica.capacity.filter(|capacity| *capacity < size) {
+                return Err(SyncError::Refused(format!(
+                    "{name} has {}, and its source {} has {}: give a device at least that large",
+                    device::exact_size(capacity),
+                    about.path.display(),
+                    device::exact_size(size)
+                )));
+            }
+        }
+        Ok(choices)
+    }
+
+    /// Refuses all members for one that is not a copy of its source, before anything is sent to any.
+    fn refuse_unlike(&self, choices: &[Choice]) -> Result<(), SyncError> {
+        for (at, ((handle, status, _), choice)) in self.each().zip(choices).enumerate() {
+            let refused = self.transfer(at, true).refuse_unlike(handle, choice, status);
+            refused.map_err(|error| of_member(handle, error))?;
+        }
+        Ok(())
+    }
+
+    fn estimate_all(&self, choices: Vec<Choice>) -> Result<Vec<Summary>, SyncError> {
+        let mut summaries = Vec::new();
+        for ((handle, status, name), choice) in self.each().zip(choices) {
+            let mut summary = Summary::new(handle.about(), name, true);
+            summary.recovered.clone_from(&status.replica.recovered);
+            estimate(handle, choice, status, &self.options, &mut summary)?;
+            summaries.push(summary);
+        }
+        Ok(summaries)
+    }
+
+    fn transfer(&self, at: usize, prepare: bool) -> Transfer<'_> {
+        Transfer {
+            sender: self.sender,
+            receiver: self.receiver,
+            name: &self.names[at],
+            options: if prepare { &self.options } else { &self.alone },
+            totals: Totals::new(self.progress),
+            in_place: self.statuses[at].in_place,
+            member: (at, prepare),
+            resends: false,
+        }
+    }
+
+    /// Makes the first copies, each of which is committed by itself.
+    fn seed(&mut self, choices: &[Choice]) -> Result<Vec<(usize, Summary)>, SyncError> {
+        let mut seeded = Vec::new();
+        for (at, (handle, choice)) in self.group.members().iter().zip(choices).enumerate() {
+            let status = &self.statuses[at];
+            if choice.method != Method::Copy && !status.replica.under_way() {
+                continue;
+            }
+            let (traffic, began) = (self.sender.traffic(), Instant::now());
+            let before = (traffic.sent(), traffic.received());
+            let summary = bring(handle, self.transfer(at, false), status.clone(), || ());
+            let mut summary = summary.map_err(|error| of_member(handle, error))?;
+            summary.bytes_sent = traffic.sent() - before.0;
+            summary.bytes_received = traffic.received() - before.1;
+            summary.seconds = began.elapsed().as_secs_f64();
+            seeded.push((at, summary));
+            self.statuses[at] = Status::hear(self.receiver)?;
+        }
+        Ok(seeded)
+    }
+
+    /// Makes passes over all disks until the rest can be read in a moment, and cuts them.
+    fn cut_live(&self, choices: Vec<Choice>) -> Result<(Epoch, Vec<Planned<'_>>), SyncError> {
+        let traffic = self.sender.traffic();
+        let mut members = Vec::new();
+        for (at, ((handle, status, name), choice)) in self.each().zip(choices).enumerate() {
+            let mut summary = Summary::new(handle.about(), name, false);
+            summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
+            summary.recovered.clone_from(&status.replica.recovered);
+            members.push((handle, self.transfer(at, true), summary, Approach::new(status.clone(), choice)));
+        }
+        let mut lacking = Vec::new();
+        // While one was copied, the others were written to: then little is left of all.
+        for _ in 0..2 {
+            lacking.clear();
+            for (handle, transfer, summary, approach) in &mut members {
+                let handle = *handle;
+                let Some(live) = handle.live() else { continue };
+                let before = (traffic.sent(), traffic.received());
+                let close = approach.come_close(handle, live, transfer);
+                lacking.push(heard(self.receiver, close).map_err(|error| of_member(handle, error))?);
+                summary.bytes_sent += traffic.sent() - before.0;
+                summary.bytes_received += traffic.received() - before.1;
+            }
+        }
+        let limits = &self.options.live.cut;
+        let (cut, cuts) = around(&self.options.hook, || Ok(self.group.cut_live(&lacking, limits)?))?;
+        let mut planned = Vec::new();
+        for ((handle, transfer, mut summary, approach), cut) in members.into_iter().zip(&cuts) {
+            let Prepared { view, plan, status, first, freeze_ms } =
+                approach.arrive(handle, cut, &self.options)?;
+            summary.freeze_ms = freeze_ms;
+            summary.disk_size = plan.header.size_after;
+            summary.bytes_cut = cut_off(&status, summary.disk_size);
+            (summary.method, summary.trust) = first.unwrap_or((plan.header.method, plan.trust.clone()));
+            planned.push(Planned { handle, transfer, view, plan, status, summary });
+        }
+        Ok((cut, planned))
+    }
+
+    fn plan_all(&self, choices: Vec<Choice>, views: Vec<View>) -> Result<Vec<Planned<'_>>, SyncError> {
+        let mut members = Vec::new();
+        for (at, (((handle, status, name), choice), view)) in self.each().zip(choices).zip(views).enumerate()
+        {
+            let view = Arc::new(view);
+            let moment = moment(handle, &view, &choice, status, &self.options)?;
+            let plan = choice.at(moment, status, &self.options)?;
+            let mut summary = Summary::new(handle.about(), name, false);
+            summary.resumed = status.replica.resumes.is_some();
+            summary.recovered.clone_from(&status.replica.recovered);
+            summary.disk_size = plan.header.size_after;
+            summary.bytes_cut = cut_off(status, summary.disk_size);
+            (summary.method, summary.trust) = (plan.header.method, plan.trust.clone());
+            let transfer = self.transfer(at, true);
+            members.push(Planned { handle, transfer, view, plan, status: status.clone(), summary });
+        }
+        Ok(members)
+    }
+
+    /// Sends a member's delta, unless it is where it should be.
+    fn prepare(&self, member: &mut Planned<'_>) -> Result<(), SyncError> {
+        if member.plan.is_done(&member.status) {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let transfer = &member.transfer;
+        let traffic = self.sender.traffic();
+        let before = (traffic.sent(), traffic.received());
+        transfer.prepare(&member.view, &member.plan)?;
+        let summary = &mut member.summary;
+        summary.count(&transfer.totals);
+        summary.bytes_sent += traffic.sent() - before.0;
+        summary.bytes_received += traffic.received() - before.1;
+        summary.view_bytes = member.view.kept_bytes();
+        summary.reads_waited = member.view.waits();
+        summary.seconds = began.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Commits what all members have prepared, and records that at the sources.
+    fn commit(&self, cut: Epoch, members: &mut [Planned<'_>]) -> Result<(), SyncError> {
+        // A delta was exact when it was sent. What another program has written to a source at rest since may be in the delta of
+        // another member that was read later.
+        for member in members.iter() {
+            member.view.verify().map_err(reading).map_err(|error| of_member(member.handle, error))?;
+        }
+        self.sender.send_json(COMMIT_GROUP, &cut)?;
+        let answer = heard(self.receiver, expect(self.receiver, GROUP_COMMITTED))?;
+        let committed: Vec<Option<Committed>> = answer.json()?;
+        if committed.len() != members.len() {
+            return Err(nonsense("the members of a group"));
+        }
+        let epochs: Vec<Epoch> = members.iter().map(|member| member.view.epoch()).collect();
+        self.group.committed(cut, &epochs)?;
+        for ((member, committed), epoch) in members.iter_mut().zip(committed).zip(epochs) {
+            if committed.as_ref().is_some_and(|committed| committed.epoch != epoch) {
+                return Err(nonsense("an epoch that was not sent"));
+            }
+            let name = bookmark(&member.summary.destination, &member.status, &self.options.way);
+            let state = match &committed {
+                Some(_) => member.plan.header.stream,
+                None => member.status.replica.nonce,
+            };
+            let renamed = acknowledge(member.handle, &name, &member.status, epoch, (state, 0))?;
+            member.summary.epoch = Some(epoch.number);
+            if let Some(committed) = committed {
+                member.summary.bytes_written = committed.bytes_written;
+                member.summary.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
+            }
+            member.summary.warnings.extend(renamed);
+        }
+        Ok(())
+    }
+}
+
+/// Names the member in an error that does not.
+fn of_member(handle: &Handle, error: SyncError) -> SyncError {
+    match error {
+        error @ (SyncError::Io { .. } | SyncError::Unreadable(_)) => {
+            SyncError::Member { path: handle.about().path.clone(), error: Box::new(error) }
+        }
+        other => other,
+    }
+}

@@ -1,0 +1,8 @@
+//! The end that has the source: what it pushes, and what it verifies.
+
+pub(crate) mod account;
+pub(crate) mod apart;
+pub(crate) mod group;
+pub(crate) mod live;
+pub(crate) mod push;
+pub(crate) mod verify;

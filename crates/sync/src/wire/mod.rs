@@ -1,0 +1,5 @@
+//! What the two ends say to one another.
+
+pub(crate) mod digests;
+pub(crate) mod messages;
+pub(crate) mod pipeline;
