@@ -242,7 +242,8 @@ pub fn writer(site: &Site, name: &str) -> PathBuf {
 /// If they are of two moments, or a write is missing.
 pub fn one_moment(copies: [&Path; 2]) -> u32 {
     let disks = copies.map(|copy| fs::read(copy).expect("a copy"));
-    let number = |disk: &[u8], at: usize| u32::from_le_bytes(disk[at..at + 4].try_into().expect("four bytes"));
+    let number =
+        |disk: &[u8], at: usize| u32::from_le_bytes(disk[at..at + 4].try_into().expect("four bytes"));
     let last = disks.iter().flat_map(|disk| (1 << 20..17 << 20).step_by(4096).map(|at| number(disk, at)));
     let last = last.max().unwrap_or(0);
     // What is behind a number of the guest's own is not looked at: a write begins with its number.

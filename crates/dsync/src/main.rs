@@ -156,10 +156,12 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Sync(args) => {
             let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
             let told = args.told.read()?;
-            return until_free(&args.run.wait, output, || match (machine_name::named(&args.source), &args.group) {
-                (Some(name), _) => machine::sync(name, args, &steering, &state, output),
-                (None, Some(group)) => group_command::sync(group, args, &steering, &state, output),
-                (None, None) => sync_command::run(args, &told, &steering, &state, output),
+            return until_free(&args.run.wait, output, || {
+                match (machine_name::named(&args.source), &args.group) {
+                    (Some(name), _) => machine::sync(name, args, &steering, &state, output),
+                    (None, Some(group)) => group_command::sync(group, args, &steering, &state, output),
+                    (None, None) => sync_command::run(args, &told, &steering, &state, output),
+                }
             });
         }
         Command::Mirror(args) => match &args.group {

@@ -93,7 +93,11 @@ fn all_disks_of_a_vm_are_of_one_moment_in_each_sync() {
         assert!(now > last, "{now} after {last}");
         last = now;
         let text = said.text();
-        let how = if round == 0 { "vda: compared: it was not synced yet" } else { "vda: QEMU's bitmap since dsync-" };
+        let how = if round == 0 {
+            "vda: compared: it was not synced yet"
+        } else {
+            "vda: QEMU's bitmap since dsync-"
+        };
         assert!(text.contains(how), "{text}");
         assert!(text.contains("vdb: compared: a raw image, of which libvirt keeps no checkpoint"), "{text}");
         assert_eq!(text.contains("(as told by QEMU)"), round > 0, "{text}");
@@ -184,7 +188,10 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     let Some(world) = World::new("a VM by its name that is disturbed") else { return };
     // A dry run begins nothing.
     let said = world.run(&["-n"]).ok().text();
-    assert!(said.contains("vda: compared: it was not synced yet") && !world.site.state().join("machines").exists());
+    assert!(
+        said.contains("vda: compared: it was not synced yet")
+            && !world.site.state().join("machines").exists()
+    );
     assert_eq!((world.host.job(VM), world.host.checkpoints(VM)), (None, vec![]));
     let mut running = world.begun();
     // Another run waits for the end of this one, or does not.
@@ -200,7 +207,10 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     std::fs::write(&job, text).expect("a job");
     world.host.virsh(["backup-begin", VM]).arg(&job).ok();
     for options in [&[][..], &["-n"]] {
-        world.run(options).code(6).says(&["another backup job of t1 is running (at /var/lib/libvirt/other.sock)"]);
+        world
+            .run(options)
+            .code(6)
+            .says(&["another backup job of t1 is running (at /var/lib/libvirt/other.sock)"]);
     }
     assert!(world.host.job(VM).is_some_and(|job| job.contains("other.sock")));
     world.host.virsh(["domjobabort", VM]).ok();
@@ -215,8 +225,14 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     world.dsync(&["sync", "vm:t9"]).arg(&world.replicas).code(1).says(&["there is no VM t9 in libvirt"]);
     world.run(&["--without", "vdc"]).code(2).says(&["t1 has no disk vdc"]);
     world.run(&["--method", "copy"]).code(2);
-    world.dsync(&["verify", "vm:t1", "replicas"]).code(2).says(&["which only \"dsync sync vm:t1 DIR\" takes"]);
-    let nowhere = world.site.dsync(["sync", "vm:t1", "replicas"]).env("LIBVIRT_DEFAULT_URI", "qemu:///system?socket=/nowhere");
+    world
+        .dsync(&["verify", "vm:t1", "replicas"])
+        .code(2)
+        .says(&["which only \"dsync sync vm:t1 DIR\" takes"]);
+    let nowhere = world
+        .site
+        .dsync(["sync", "vm:t1", "replicas"])
+        .env("LIBVIRT_DEFAULT_URI", "qemu:///system?socket=/nowhere");
     nowhere.code(1).says(&["libvirt does not answer"]);
     let without = world.site.dsync(["sync", "vm:t1", "replicas"]).env("PATH", "/nowhere");
     without.code(1).says(&["vm:NAME needs virsh, which is not here"]);
@@ -231,7 +247,11 @@ fn a_disk_is_added_and_another_goes() {
     std::fs::write(&xml, disk(&added, 'c', "")).expect("a disk");
     world.host.virsh(["attach-device", VM, "--live", "--config"]).arg(&xml).ok();
     let said = world.sync().text();
-    assert!(said.contains("vda: QEMU's bitmap since") && said.contains("t1-vdc.img is up to date at epoch 1 (seeded"), "{said}");
+    assert!(
+        said.contains("vda: QEMU's bitmap since")
+            && said.contains("t1-vdc.img is up to date at epoch 1 (seeded"),
+        "{said}"
+    );
     assert!(said.contains("4 disks at one moment"), "{said}");
     let [a, b] = &world.disks();
     one_moment([a, b]);
@@ -274,12 +294,18 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
     host.writes_on(ODD);
     let said = sync().ok().text();
     assert!(said.contains("vda: QEMU's bitmap since") && said.contains("4 disks at one moment"), "{said}");
-    let names: Vec<String> = replicas.read_dir().expect("replicas").map(|entry| entry.expect("one").file_name().into_string().expect("a name")).collect();
+    let names: Vec<String> = replicas
+        .read_dir()
+        .expect("replicas")
+        .map(|entry| entry.expect("one").file_name().into_string().expect("a name"))
+        .collect();
     let of = |end: &str| {
         let name = names.iter().find(|name| !name.starts_with('.') && name.ends_with(end));
         replicas.join(name.unwrap_or_else(|| panic!("no {end} in {names:?}")))
     };
-    let mode = std::os::unix::fs::PermissionsExt::mode(&of(".xml").metadata().expect("the definition").permissions());
+    let mode = std::os::unix::fs::PermissionsExt::mode(
+        &of(".xml").metadata().expect("the definition").permissions(),
+    );
     assert_eq!(mode & 0o777, 0o600);
     host.virsh(["destroy", ODD]).ok();
     let last = one_moment([&of("vda.img"), &of("vdb.img")]);
@@ -303,7 +329,8 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
     other.virsh(["destroy", ODD]).ok();
     let back = site.path("back");
     std::fs::create_dir(&back).expect("a folder");
-    let group = names.iter().find_map(|name| name.strip_prefix('.')?.strip_suffix(".dsync-group")).expect("a group");
+    let group =
+        names.iter().find_map(|name| name.strip_prefix('.')?.strip_suffix(".dsync-group")).expect("a group");
     let run = far.dsync(["sync", "--group", group, "--rsh", RSH]).arg(format!("far:{}", back.display()));
     run.env("RSH_STATE", site.state()).ok();
     for end in ["vda.img", "vdb.img", ".xml"] {
@@ -317,11 +344,23 @@ fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
     let Some(world) = World::new("a VM by its name with a snapshot") else { return };
     world.sync();
     let spec = format!("vda,snapshot=external,file={}", world.site.path("a.snap").display());
-    let snapshot = ["snapshot-create-as", VM, "--disk-only", "--no-metadata", "--diskspec", &spec, "--diskspec", "vdb,snapshot=no"];
+    let snapshot = [
+        "snapshot-create-as",
+        VM,
+        "--disk-only",
+        "--no-metadata",
+        "--diskspec",
+        &spec,
+        "--diskspec",
+        "vdb,snapshot=no",
+    ];
     world.host.virsh(snapshot).ok();
     world.host.writes_on(VM);
     let said = world.sync().text();
-    assert!(said.contains("vda: compared: its image has another beneath") && said.contains("3 disks at one"), "{said}");
+    assert!(
+        said.contains("vda: compared: its image has another beneath") && said.contains("3 disks at one"),
+        "{said}"
+    );
     let [a, b] = &world.disks();
     one_moment([a, b]);
     world.host.virsh(["destroy", VM]).ok();
@@ -350,7 +389,8 @@ fn a_vm_that_is_changed_as_its_job_begins_is_begun_anew() {
     std::fs::write(bin.join("virsh"), CHANGES).expect("a virsh");
     Run::new("chmod").arg("+x").arg(bin.join("virsh")).ok();
     let path = format!("{}:/usr/bin:/bin", bin.display());
-    let run = world.run(&[]).env("PATH", path).env("VIRSH", "/usr/bin/virsh").env("ONCE", world.site.path("once"));
+    let run =
+        world.run(&[]).env("PATH", path).env("VIRSH", "/usr/bin/virsh").env("ONCE", world.site.path("once"));
     run.ok();
     world.clean();
     assert!(world.site.path("once").exists());

@@ -21,7 +21,6 @@ mod hosts;
 mod identity;
 mod json;
 mod kills;
-mod libvirt;
 mod limits;
 mod live;
 mod machine;

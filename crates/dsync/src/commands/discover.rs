@@ -13,6 +13,7 @@ use serde::Serialize;
 use source::StateDir;
 
 use crate::args;
+use crate::machine;
 use crate::output::Output;
 use crate::terms::units;
 
@@ -43,6 +44,18 @@ struct Found {
     commands: Vec<String>,
 }
 
+/// A VM of libvirt.
+#[derive(Debug, Serialize)]
+struct Machine {
+    kind: &'static str,
+    name: String,
+    note: &'static str,
+    commands: [String; 1],
+}
+
+/// What is to be known of a VM.
+const OF_MACHINE: &str = "all its disks as of one moment, and its definition; it goes on running";
+
 /// How a disk is followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -70,7 +83,7 @@ impl Method {
             Method::Bpf => "the kernel records its writes; nothing is restarted",
             Method::Clone => "its file system tells what changed; its VM goes on running",
             Method::Serve => {
-                "the server records its writes: start its VM with the export as its disk. A VM under libvirt can go on: see docs/guide.md"
+                "the server records its writes: start its VM with the export as its disk. A VM under libvirt goes on with \"dsync sync vm:NAME\""
             }
             Method::Compare => {
                 "nothing records its writes here: a sync reads both sides, while nothing writes to it"
@@ -126,6 +139,8 @@ pub(crate) fn run(args: &args::Discover, state: &StateDir, output: &Output) -> R
     for folder in &args.folders {
         std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
     }
+    let machines = if args.folders.is_empty() { machine::names() } else { Vec::new() };
+    machines.into_iter().for_each(|name| say_machine(name, output));
     let host = Host::read(state)?;
     let mut found = match args.folders.is_empty() {
         true => host.devices(),
@@ -149,6 +164,18 @@ pub(crate) fn run(args: &args::Discover, state: &StateDir, output: &Output) -> R
         output.warn("only root sees which programs use an image, and which of them is in use");
     }
     Ok(())
+}
+
+/// Says how a VM is copied with all its disks.
+fn say_machine(name: String, output: &Output) {
+    let word = format!("vm:{name}");
+    let word = shlex::try_quote(&word).map_or_else(|_| word.clone(), |quoted| quoted.into_owned());
+    let commands = [format!("dsync sync {word} HOST:/srv/vms/")];
+    let machine = Machine { kind: "machine", name, note: OF_MACHINE, commands };
+    output.summary(&machine);
+    output.say(&format!("vm:{}  VM of libvirt", machine.name));
+    output.say(&format!("    {}", machine.note));
+    machine.commands.iter().for_each(|command| output.say(&format!("        {command}")));
 }
 
 impl Host {

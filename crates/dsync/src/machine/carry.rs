@@ -33,7 +33,11 @@ impl Carried {
             // libvirt makes it at the first start.
             Some((_, Err(error))) if error.kind() == io::ErrorKind::NotFound => None,
             Some((path, read)) => Some(read.map_err(|error| {
-                Failure::failed(format!("cannot read {}, the NVRAM of {}: {error}", path.display(), domain.name))
+                Failure::failed(format!(
+                    "cannot read {}, the NVRAM of {}: {error}",
+                    path.display(),
+                    domain.name
+                ))
             })?),
         };
         Ok(Carried { definition, nvram })
@@ -76,8 +80,7 @@ fn put(path: &Path, content: &[u8]) -> io::Result<()> {
     if std::fs::read(path).is_ok_and(|is| is == content) {
         return Ok(());
     }
-    let file: File =
-        OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
+    let file: File = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
     file.write_all_at(content, 0)?;
     file.set_len(content.len() as u64)?;
     file.sync_all()

@@ -60,8 +60,9 @@ impl Domain {
     /// # Errors
     /// If it is not one.
     pub(super) fn read(text: &str) -> Result<Domain, Failure> {
-        let unread =
-            |why: &str| Failure::failed(format!("the XML that libvirt gives of the VM cannot be read: {why}"));
+        let unread = |why: &str| {
+            Failure::failed(format!("the XML that libvirt gives of the VM cannot be read: {why}"))
+        };
         let document = Document::parse(text).map_err(|error| unread(&error.to_string()))?;
         let root = document.root_element();
         let own = |name| child(root, name).and_then(|node| node.text()).map(str::to_owned);
@@ -138,7 +139,11 @@ fn answer(node: Node<'_, '_>) -> Answer {
     let path = match kind {
         "file" => attribute("file"),
         "block" => attribute("dev"),
-        other => return Answer::Refused(format!("of the type \"{other}\", and not a file or a block device of this host")),
+        other => {
+            return Answer::Refused(format!(
+                "of the type \"{other}\", and not a file or a block device of this host"
+            ));
+        }
     };
     let Some(path) = path else { return Answer::LeftOut("empty") };
     let within = |name| source.is_some_and(|source| child(source, name).is_some());
@@ -201,12 +206,10 @@ mod tests {
         let overlay = "<backingStore type='file'><format type='raw'/><source file='/i/base'/><backingStore type='block'><source \
                        dev='/dev/b'/><backingStore/></backingStore></backingStore>";
         assert_eq!(file(overlay), image("/i/a's.img", true, &["/i/base", "/dev/b"]));
-        let block = "<disk type='block' device='disk'><driver name='qemu' type='raw'/><source dev='/dev/vg/a'/>";
+        let block =
+            "<disk type='block' device='disk'><driver name='qemu' type='raw'/><source dev='/dev/vg/a'/>";
         assert_eq!(answer_of(block), image("/dev/vg/a", false, &[]));
-        for (rest, why) in [
-            ("<readonly/>", "read-only"),
-            ("<transient/>", "transient"),
-        ] {
+        for (rest, why) in [("<readonly/>", "read-only"), ("<transient/>", "transient")] {
             assert!(matches!(file(rest), Answer::LeftOut(said) if said.contains(why)), "{rest}");
         }
         for device in ["cdrom", "floppy"] {
@@ -216,7 +219,10 @@ mod tests {
         assert_eq!(answer_of("<disk type='file' device='disk'>"), Answer::LeftOut("empty"));
         for (disk, why) in [
             (format!("<disk type='file' device='disk'>{qcow2}{source}<shareable/>"), "shared"),
-            (format!("<disk type='file' device='disk'>{qcow2}{source}<encryption format='luks'/>"), "encrypted"),
+            (
+                format!("<disk type='file' device='disk'>{qcow2}{source}<encryption format='luks'/>"),
+                "encrypted",
+            ),
             (format!("<disk type='file' device='disk'><driver type='vmdk'/>{source}"), "of the format vmdk"),
             ("<disk type='network' device='disk'><source protocol='rbd' name='p/a'/>".into(), "\"network\""),
             ("<disk type='block' device='lun'><source dev='/dev/sda'/>".into(), "LUN"),

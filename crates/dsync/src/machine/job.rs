@@ -61,11 +61,7 @@ impl Job {
     ///
     /// # Errors
     /// If the folder of its QEMU is not found.
-    pub(super) fn of(
-        domain: &Domain,
-        scratch: Option<&Path>,
-        state: &StateDir,
-    ) -> Result<Job, Failure> {
+    pub(super) fn of(domain: &Domain, scratch: Option<&Path>, state: &StateDir) -> Result<Job, Failure> {
         let folder = folder(domain)?;
         let scratch = match scratch {
             Some(folder) => folder.join(format!("dsync-{}-", domain.uuid)),
@@ -133,7 +129,9 @@ impl Job {
     fn begin(&self, parts: &mut [Part], name: &str) -> Result<(), Failure> {
         loop {
             let checkpoint = parts.iter().any(|part| part.is_listed).then(|| checkpoint(parts, name));
-            let Err(why) = self.virsh.begin(&self.backup(parts), checkpoint.as_deref())? else { return Ok(()) };
+            let Err(why) = self.virsh.begin(&self.backup(parts), checkpoint.as_deref())? else {
+                return Ok(());
+            };
             self.refuse_other()?;
             // The request of a run that was killed, which libvirt carried out only now.
             if self.virsh.job()?.is_some() {
@@ -333,7 +331,10 @@ mod tests {
     #[test]
     fn the_socket_of_a_job_is_read_whatever_is_in_its_name() {
         let socket = Path::new("/run/a & 'b'/x.sock");
-        let job = format!("<domainbackup><server transport='unix' socket='{}'/></domainbackup>", quoted_path(socket));
+        let job = format!(
+            "<domainbackup><server transport='unix' socket='{}'/></domainbackup>",
+            quoted_path(socket)
+        );
         assert_eq!(socket_of(&job).as_deref(), Some(socket));
         assert_eq!(socket_of("<domainbackup><server transport='tcp' name='::1'/></domainbackup>"), None);
     }

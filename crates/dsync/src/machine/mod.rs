@@ -22,16 +22,22 @@ use source::{SourceOptions, StateDir};
 use sync::{GroupSummary, Summary, ToldMember};
 
 use crate::args;
-use crate::failure::Failure;
 use crate::commands::group_command::{self, GroupSync};
-use crate::output::Output;
+use crate::failure::Failure;
 use crate::jobs::steering::Steering;
+use crate::output::Output;
 use domain::{Answer, Domain};
 pub(crate) use job::end_interrupted;
 use virsh::Virsh;
 
 /// The most characters of a machine's name in that of its group.
 const LONGEST: usize = 48;
+
+/// The names of the machines on this host. Of a user's own libvirt, which a question would start, none is known.
+pub(crate) fn names() -> Vec<String> {
+    let is_asked = rustix::process::geteuid().is_root() || std::env::var_os("LIBVIRT_DEFAULT_URI").is_some();
+    if is_asked { virsh::names() } else { Vec::new() }
+}
 
 /// A machine, as its commands see it.
 struct Machine<'a> {
@@ -142,13 +148,17 @@ impl<'a> Machine<'a> {
         }
         match self.disks().next() {
             Some(_) => Ok(()),
-            None => Err(Failure::refused(format!("{name} has no disk that can be copied: \"virsh domblklist {name}\" lists its disks"))),
+            None => Err(Failure::refused(format!(
+                "{name} has no disk that can be copied: \"virsh domblklist {name}\" lists its disks"
+            ))),
         }
     }
 
     /// The disks that are followed.
     fn disks(&self) -> impl Iterator<Item = (&str, &domain::Image)> {
-        self.domain.followed().filter(|(target, _)| !self.args.machine.without.iter().any(|out| out == target))
+        self.domain
+            .followed()
+            .filter(|(target, _)| !self.args.machine.without.iter().any(|out| out == target))
     }
 
     /// Keeps other runs for this machine away.
@@ -190,7 +200,10 @@ impl<'a> Machine<'a> {
             }
         }
         for what in &self.domain.also {
-            self.output.warn(&format!("{} needs {what} to start elsewhere: copy it by other means", self.domain.name));
+            self.output.warn(&format!(
+                "{} needs {what} to start elsewhere: copy it by other means",
+                self.domain.name
+            ));
         }
     }
 

@@ -9,8 +9,11 @@ use source::SourceOptions;
 use super::carry::Carried;
 use super::domain::Domain;
 use super::{Machine, Pushed};
-use crate::failure::Failure;
 use crate::commands::group_command::GroupSync;
+use crate::failure::Failure;
+
+/// How the disks are read.
+const OFF: &str = "the VM is off; if it was not written to since it was synced so, it is not read";
 
 impl Machine<'_> {
     /// Brings the replicas to what the disks are.
@@ -27,8 +30,7 @@ impl Machine<'_> {
         }
         if self.args.dry_run {
             for (target, image) in self.disks() {
-                let why = "the VM is off; if it was not written to since it was synced so, it is not read";
-                self.say((target, Some(&image.path)), "compared", why);
+                self.say((target, Some(&image.path)), "compared", OFF);
             }
             return Ok(None);
         }
@@ -37,17 +39,27 @@ impl Machine<'_> {
         let group = sync::attach_told_group(self.state, &self.group, &members)?;
         // From here on no QEMU opens them.
         let now = Domain::read(&self.virsh.text()?)?;
-        if now.id.is_some() || now.disks != self.domain.disks || Carried::read(&self.virsh, &self.domain)? != before {
+        if now.id.is_some()
+            || now.disks != self.domain.disks
+            || Carried::read(&self.virsh, &self.domain)? != before
+        {
             group.close()?;
             let name = &self.domain.name;
-            return Err(Failure::busy(format!("{name} was started or changed while its sync began: run it again")).into());
+            return Err(Failure::busy(format!(
+                "{name} was started or changed while its sync began: run it again"
+            ))
+            .into());
         }
         for ((target, image), handle) in self.disks().zip(group.members()) {
             let known = handle.last_epoch()?.is_some();
             let (how, why) = match handle.lost()? {
-                Some(_) if self.ran(&image.path)? => ("compared", "its last sync was one of the VM as it ran".into()),
+                Some(_) if self.ran(&image.path)? => {
+                    ("compared", "its last sync was one of the VM as it ran".into())
+                }
                 Some(why) => ("compared", why.to_string()),
-                None if known => ("still", "the VM is off, and nothing was written since its last sync".into()),
+                None if known => {
+                    ("still", "the VM is off, and nothing was written since its last sync".into())
+                }
                 None => ("compared", "it was not synced yet".into()),
             };
             self.say((target, Some(&image.path)), how, &why);

@@ -14,9 +14,9 @@ use super::carry::Carried;
 use super::domain::{Domain, Image};
 use super::job::{Begun, Job, Part, name_at};
 use super::{Machine, Pushed};
-use crate::failure::Failure;
 use crate::commands::group_command::GroupSync;
 use crate::commands::sync_command::TRACKED;
+use crate::failure::Failure;
 
 /// How often it is begun anew because the machine was changed meanwhile.
 const ATTEMPTS: usize = 5;
@@ -120,7 +120,8 @@ impl Machine<'_> {
     fn since(&self, path: &Path, checkpoints: &[String]) -> Result<Result<String, String>> {
         let Some(moment) = source::last_moment(self.state, path)? else {
             let known = self.state.source(&path.to_string_lossy())?.is_some();
-            let why = if known { "its last sync was not one of the VM as it ran" } else { "it was not synced yet" };
+            let why =
+                if known { "its last sync was not one of the VM as it ran" } else { "it was not synced yet" };
             return Ok(Err(why.into()));
         };
         Ok(match moment.name.filter(|_| moment.elsewhere) {
@@ -162,7 +163,9 @@ fn listed(image: &Image) -> Result<(), &'static str> {
     let mut head = [0; HEAD];
     let read = File::open(&image.path).and_then(|mut file| file.read_exact(&mut head));
     match (read, head) {
-        (Ok(()), [b'Q', b'F', b'I', 0xfb, 0, 0, 0, 2]) => Err("a qcow2 image of version 2, which has no bitmaps"),
+        (Ok(()), [b'Q', b'F', b'I', 0xfb, 0, 0, 0, 2]) => {
+            Err("a qcow2 image of version 2, which has no bitmaps")
+        }
         _ => Ok(()),
     }
 }

@@ -9,7 +9,8 @@ use tempfile::NamedTempFile;
 
 use crate::failure::Failure;
 
-const INSTALL: &str = "install libvirt's client (Debian: apt install libvirt-clients; Fedora: libvirt-client)";
+const INSTALL: &str =
+    "install libvirt's client (Debian: apt install libvirt-clients; Fedora: libvirt-client)";
 /// What it says of a domain that has no backup job.
 const NO_JOB: [&str; 2] = ["no domain backup job", "domain is not running"];
 
@@ -31,6 +32,12 @@ pub(super) fn look_up(name: &str) -> Result<String, Failure> {
         }
         Failure::failed(format!("there is no VM {name} in libvirt ({why}): \"virsh list --all\" lists them"))
     })
+}
+
+/// The names of all domains, if libvirt tells them.
+pub(super) fn names() -> Vec<String> {
+    let said = virsh("list", &["--all", "--name"]).ok().and_then(Result::ok).unwrap_or_default();
+    said.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
 impl Virsh {
@@ -93,7 +100,8 @@ impl Virsh {
     ) -> Result<Result<String, String>, Failure> {
         let files = [Some(backup), checkpoint].into_iter().flatten().map(file);
         let files = files.collect::<io::Result<Vec<_>>>();
-        let files = files.map_err(|error| Failure::failed(format!("cannot write a file for virsh: {error}")))?;
+        let files =
+            files.map_err(|error| Failure::failed(format!("cannot write a file for virsh: {error}")))?;
         let paths: Vec<_> = files.iter().map(|file| file.path().to_string_lossy()).collect();
         self.ask("backup-begin", &paths.iter().map(|path| &**path).collect::<Vec<_>>())
     }
@@ -137,7 +145,9 @@ fn virsh(command: &str, words: &[&str]) -> Result<Result<String, String>, Failur
     virsh.arg("-q").arg(command).args(words).env("LC_ALL", "C").stdin(Stdio::null());
     // A terminal's interrupt is for us, who end in order.
     let output = virsh.process_group(0).output().map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => Failure::failed(format!("vm:NAME needs virsh, which is not here: {INSTALL}")),
+        io::ErrorKind::NotFound => {
+            Failure::failed(format!("vm:NAME needs virsh, which is not here: {INSTALL}"))
+        }
         _ => Failure::failed(format!("cannot start virsh: {error}")),
     })?;
     if output.status.success() {

@@ -30,6 +30,7 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::reach::location;
 use crate::status::membership::{Group, say_groups};
+use crate::terms::machine_name;
 use crate::terms::units;
 use local::{LocalReplica, completion, made_elsewhere, say_readers};
 
@@ -141,6 +142,7 @@ pub(crate) fn nothing(state: &StateDir) -> String {
 /// Prints sources, trackers, and what each replica lacks.
 pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
     let mut failed = Vec::new();
+    args.path.as_deref().map_or(Ok(()), machine_name::refuse_name)?;
     let sources = match &args.path {
         Some(what) => match state.source(what)? {
             Some(found) => vec![found],

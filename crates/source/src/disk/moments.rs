@@ -375,7 +375,10 @@ impl ChangeList {
     /// Why it does not tell what was written since the last epoch.
     fn gap(&self, kept: Option<&Kept>, (was, size): (u64, u64)) -> Option<Gap> {
         match kept.and_then(|kept| kept.name.as_ref()) == Some(&self.since) {
-            false => Some(format!("the list counts from \"{}\", and its last epoch is {}", self.since, said(kept)).into()),
+            false => Some(
+                format!("the list counts from \"{}\", and its last epoch is {}", self.since, said(kept))
+                    .into(),
+            ),
             true => (self.one_size && was != size).then_some(Gap::Resized),
         }
     }
