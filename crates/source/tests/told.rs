@@ -144,3 +144,27 @@ fn a_list_that_was_cut_off_is_taken_again_and_trusted_by_nobody_without_it() {
         assert!(cuts > 5, "{cuts} steps");
     }
 }
+
+#[test]
+fn of_a_group_what_does_not_fit_is_compared_and_never_refused() {
+    let mut machine = Machine::new(true);
+    let calm = || Power::new(Outage::Kill);
+    let first = machine.take(&calm(), machine.told("s0", ToldChanges::Unknown)).unwrap();
+    machine.write(1);
+    let of_group = |told: Option<Told>| told.map(|told| Told { group: Some("g".into()), ..told });
+    // A list from another moment.
+    let wrong = machine.told("s1", list("s9", 7));
+    assert!(matches!(machine.take(&calm(), wrong.clone()), Err(SourceError::Refused(_))));
+    let second = machine.take(&calm(), of_group(wrong)).unwrap();
+    assert_eq!(machine.changed(first), None);
+    // Nobody knows, and says why.
+    let lost = machine.told("s2", ToldChanges::Lost("it is raw".into()));
+    let source = machine.open(&calm(), of_group(lost)).unwrap();
+    assert_eq!(source.lost().map(|why| why.to_string()).as_deref(), Some("it is raw"));
+    let third = source.checkpoint(false).unwrap().epoch;
+    source.close().unwrap();
+    assert_eq!(machine.changed(second), None);
+    // One that fits.
+    machine.take(&calm(), of_group(machine.told("s3", list("s2", 9)))).unwrap();
+    assert_eq!(machine.changed(third), Some(vec![9]));
+}

@@ -117,6 +117,9 @@ fn a_kill_of_qemu_costs_a_comparison() {
     world.host.writes_on(VM);
     let said = world.sync_paused();
     assert!(said.contains("vda: QEMU's bitmap since") && said.contains("(as told by QEMU)"), "{said}");
+    world.host.virsh(["blockresize", VM, "vda", "80M"]).ok();
+    world.host.writes_on(VM);
+    assert!(world.sync_paused().contains("vda: compared: the disk was resized"));
     // Somebody deletes the checkpoint.
     let [checkpoint] = &world.host.checkpoints(VM)[..] else { panic!("one checkpoint") };
     world.host.virsh(["checkpoint-delete", VM, checkpoint]).ok();
@@ -258,6 +261,7 @@ fn a_disk_is_added_and_another_goes() {
     // One that others write to as well.
     world.host.virsh(["destroy", VM]).ok();
     world.host.virsh(["detach-disk", VM, "vdc", "--config"]).ok();
+    world.host.virsh(["attach-disk", VM, "", "hdc", "--type", "cdrom", "--config"]).ok();
     std::fs::write(&xml, disk(&added, 'd', "<shareable/>")).expect("a disk");
     world.host.virsh(["attach-device", VM, "--config"]).arg(&xml).ok();
     world.run(&[]).code(4).says(&["vdd of t1 cannot be copied, as it is shared", "--without vdd"]);
@@ -265,7 +269,9 @@ fn a_disk_is_added_and_another_goes() {
     assert!(said.contains("vdd: left out: by --without"), "{said}");
     assert!(said.contains("c.raw is no disk of t1 any more: its replica t1-vdc.img stays"), "{said}");
     world.equal();
+    world.host.on(VM);
     let said = world.run(&["--without", "vdd"]).ok().text();
+    assert!(said.contains("hdc: left out: a CD-ROM"), "{said}");
     assert!(!said.contains("any more") && said.contains("3 disks at one moment"), "{said}");
 }
 

@@ -36,9 +36,7 @@ impl Machine<'_> {
         }
         let begun = job.enter()?;
         self.say_left_out();
-        let name = name_at(UNIX_EPOCH.elapsed().unwrap_or_default());
-        let (parts, carried) = self.begin(&begun, &name, sync)?;
-        self.say_parts(&parts);
+        let (name, mut parts, carried) = self.begin(&begun, sync)?;
         let mut members = Vec::new();
         for part in &parts {
             let changes = match &part.since {
@@ -56,6 +54,11 @@ impl Machine<'_> {
         }
         members.extend(self.carried(carried.write(self.state, &self.name)?));
         let group = sync::attach_told_group(self.state, &self.group, &members)?;
+        // What does not fit is known by now.
+        for (part, handle) in parts.iter_mut().zip(group.members()).filter(|(part, _)| part.since.is_ok()) {
+            part.since = handle.lost()?.map_or_else(|| part.since.clone(), |why| Err(why.to_string()));
+        }
+        self.say_parts(&parts);
         let mut pushed = sync.run(group, false)?;
         let left = begun.end()?;
         left.iter().for_each(|left| self.output.warn(left));
@@ -68,26 +71,26 @@ impl Machine<'_> {
         Ok(pushed)
     }
 
-    /// Begins the job, between two looks at the machine that show the same.
-    fn begin(&self, begun: &Begun, name: &str, sync: &GroupSync<'_>) -> Result<(Vec<Part>, Carried)> {
+    /// Begins the job, between two looks at the machine that show the same. Returns the name of its moment.
+    fn begin(&self, begun: &Begun, sync: &GroupSync<'_>) -> Result<(String, Vec<Part>, Carried)> {
         let hook = sync.hook.as_ref();
         hook.map_or(Ok(()), |hook| hook.before())?;
-        let tried = self.begin_held(begun, name);
+        let tried = self.begin_held(begun);
         hook.inspect(|hook| hook.after(tried.is_ok()));
         tried
     }
 
-    fn begin_held(&self, begun: &Begun, name: &str) -> Result<(Vec<Part>, Carried)> {
-        for attempt in 0..ATTEMPTS {
+    fn begin_held(&self, begun: &Begun) -> Result<(String, Vec<Part>, Carried)> {
+        for _ in 0..ATTEMPTS {
             let before = Carried::read(&self.virsh, &self.domain)?;
             let mut parts = self.parts()?;
-            // A checkpoint of an attempt that was given up has its name.
-            let name = if attempt == 0 { name.to_owned() } else { format!("{name}.{attempt}") };
+            // Another one in each attempt: the checkpoint of one that is given up is of another moment.
+            let name = name_at(UNIX_EPOCH.elapsed().unwrap_or_default());
             begun.begin(&mut parts, &name)?;
             let now = Domain::read(&self.virsh.text()?)?;
             let same = now.id == self.domain.id && now.disks == self.domain.disks;
             if same && Carried::read(&self.virsh, &self.domain)? == before {
-                return Ok((parts, before));
+                return Ok((name, parts, before));
             }
             begun.pause()?;
             if !same {
