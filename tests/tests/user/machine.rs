@@ -93,11 +93,8 @@ fn all_disks_of_a_vm_are_of_one_moment_in_each_sync() {
         assert!(now > last, "{now} after {last}");
         last = now;
         let text = said.text();
-        let how = if round == 0 {
-            "vda: compared: it was not synced yet"
-        } else {
-            "vda: QEMU's bitmap since dsync-"
-        };
+        let how =
+            if round == 0 { "vda: copied: it was not synced yet" } else { "vda: QEMU's bitmap since dsync-" };
         assert!(text.contains(how), "{text}");
         assert!(text.contains("vdb: compared: a raw image, of which libvirt keeps no checkpoint"), "{text}");
         assert_eq!(text.contains("(as told by QEMU)"), round > 0, "{text}");
@@ -192,8 +189,7 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     // A dry run begins nothing.
     let said = world.run(&["-n"]).ok().text();
     assert!(
-        said.contains("vda: compared: it was not synced yet")
-            && !world.site.state().join("machines").exists()
+        said.contains("vda: copied: it was not synced yet") && !world.site.state().join("machines").exists()
     );
     assert_eq!((world.host.job(VM), world.host.checkpoints(VM)), (None, vec![]));
     let mut running = world.begun();
@@ -228,10 +224,11 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     world.dsync(&["sync", "vm:t9"]).arg(&world.replicas).code(1).says(&["there is no VM t9 in libvirt"]);
     world.run(&["--without", "vdc"]).code(2).says(&["t1 has no disk vdc"]);
     world.run(&["--method", "copy"]).code(2);
-    world
-        .dsync(&["verify", "vm:t1", "replicas"])
-        .code(2)
-        .says(&["which only \"dsync sync vm:t1 DIR\" takes"]);
+    let listed = world.dsync(&["discover"]).ok().text();
+    assert!(listed.contains("dsync sync vm:t1 HOST:/srv/vms/"), "{listed}");
+    for command in [&["verify", "vm:t1", "replicas"][..], &["status", "vm:t1"], &["extract", "vm:t1"]] {
+        world.dsync(command).code(2).says(&["which only \"dsync sync vm:t1 DIR\" takes"]);
+    }
     let nowhere = world
         .site
         .dsync(["sync", "vm:t1", "replicas"])
@@ -321,7 +318,17 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
     assert_eq!(carried.trim_end(), defined.trim_end());
     // What was written last, with the VM off: nothing is given up.
     assert!(sync().ok().text().contains("vda: compared: its last sync was one of the VM as it ran"));
-    far.dsync(["promote", "--force", "--group"]).arg(&replicas).ok();
+    let group =
+        names.iter().find_map(|name| name.strip_prefix('.')?.strip_suffix(".dsync-group")).expect("a group");
+    let folder = replicas.join(format!(".{group}.dsync-group"));
+    // A rehearsal, and the switch, as the guide has them.
+    let socket = far.socket("try");
+    let now = format!("{}@now", folder.display());
+    let mut serving = far.dsync(["serve", "--group", &now, "--writable", "--socket"]).arg(&socket).start();
+    serving.wait_to_say("serving");
+    serving.signal(Signal::TERM);
+    assert!(serving.output(Duration::from_secs(20)).status.success());
+    far.dsync(["promote", "--force", "--group"]).arg(&folder).ok();
     assert!(one_moment([&of("vda.img"), &of("vdb.img")]) > last);
     let there = carried
         .replace(&site.path("a.qcow2").display().to_string(), &of("vda.img").display().to_string())
@@ -379,12 +386,12 @@ fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
     assert!(world.sync_paused().contains("vda: QEMU's bitmap since"));
 }
 
-/// Stands before virsh, and changes the VM once as its job begins.
+/// Stands before virsh, and changes the VM once: as its job begins, or when it is looked at for the second time.
 const CHANGES: &str = r#"#!/bin/sh
-if [ "$2" = backup-begin ] && mkdir "$ONCE" 2>/dev/null; then
-    "$VIRSH" -q desc t1 --config --new-desc "changed meanwhile"
+if [ "$2" = backup-begin ] || { [ "$2$4" = dumpxml ] && ! mkdir "$ONCE.looked" 2>/dev/null; }; then
+    mkdir "$ONCE" 2>/dev/null && /usr/bin/virsh -q desc t1 --config --new-desc "changed $ONCE"
 fi
-exec "$VIRSH" "$@"
+exec /usr/bin/virsh "$@"
 "#;
 
 #[test]
@@ -395,14 +402,39 @@ fn a_vm_that_is_changed_as_its_job_begins_is_begun_anew() {
     std::fs::write(bin.join("virsh"), CHANGES).expect("a virsh");
     Run::new("chmod").arg("+x").arg(bin.join("virsh")).ok();
     let path = format!("{}:/usr/bin:/bin", bin.display());
-    let run =
-        world.run(&[]).env("PATH", path).env("VIRSH", "/usr/bin/virsh").env("ONCE", world.site.path("once"));
-    run.ok();
+    let changed = |once: &str| world.run(&[]).env("PATH", &path).env("ONCE", world.site.path(once));
+    changed("once").ok();
     world.clean();
-    assert!(world.site.path("once").exists());
     let carried = std::fs::read_to_string(world.replica("t1.xml")).expect("the definition");
-    assert!(carried.contains("changed meanwhile"), "{carried}");
+    assert!(carried.contains("/once"), "{carried}");
     assert!(world.sync().text().contains("vda: QEMU's bitmap since"));
     let [a, b] = &world.disks();
     one_moment([a, b]);
+    world.host.virsh(["destroy", VM]).ok();
+    changed("twice").code(6).says(&["t1 was started or changed while its sync began: run it again"]);
+    world.sync();
+    let carried = std::fs::read_to_string(world.replica("t1.xml")).expect("the definition");
+    assert!(carried.contains("/twice"), "{carried}");
+}
+
+#[test]
+fn a_job_of_a_vm_has_its_hook_around_the_moment() {
+    let Some(world) = World::new("a VM by its name with a hook") else { return };
+    let (log, folder) = (world.site.path("log"), world.site.path("conf"));
+    let job = format!(
+        "command = sync\nsource = vm:t1\ndestination = {}\nhook = while read word; do echo $word $(virsh -q backup-dumpxml t1 2>/dev/null | \
+         wc -l) >>{}; [ $word != begin ] || echo ready; done\n",
+        world.replicas.display(),
+        log.display()
+    );
+    std::fs::create_dir(&folder).expect("a folder");
+    std::fs::write(folder.join("nightly.conf"), job).expect("a job");
+    let said = world.dsync(&["run", "nightly"]).ok().text();
+    assert!(said.contains("at common epoch 1: 3 disks at one moment"), "{said}");
+    let said = std::fs::read_to_string(log).expect("a log");
+    let words: Vec<(&str, bool)> =
+        said.lines().map(|line| (&line[..line.find(' ').expect("a count")], line.ends_with(" 0"))).collect();
+    // With a job from the cut on, and without one at the end.
+    assert_eq!(words, [("begin", true), ("cut", false), ("end", true)]);
+    world.clean();
 }

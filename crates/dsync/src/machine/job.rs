@@ -94,13 +94,12 @@ impl Job {
         }
     }
 
-    /// Ends what a killed run left, and has an interrupt end this one.
+    /// Has an interrupt end this run from now on.
     ///
     /// # Errors
-    /// As [`Job::refuse_other`], and if it does not end.
+    /// As [`Job::refuse_other`].
     pub(super) fn enter(self) -> Result<Begun, Failure> {
         self.refuse_other()?;
-        self.end()?;
         *current() = Some(self);
         Ok(Begun(()))
     }
@@ -133,7 +132,7 @@ impl Job {
                 return Ok(());
             };
             self.refuse_other()?;
-            // The request of a run that was killed, which libvirt carried out only now.
+            // That of a run that was killed, whose request libvirt may have carried out only now.
             if self.virsh.job()?.is_some() {
                 self.end()?;
                 continue;

@@ -30,6 +30,8 @@ use domain::{Answer, Domain};
 pub(crate) use job::end_interrupted;
 use virsh::Virsh;
 
+/// Of a disk that is no source yet.
+const NEW: &str = "it was not synced yet";
 /// The most characters of a machine's name in that of its group.
 const LONGEST: usize = 48;
 
@@ -59,7 +61,7 @@ struct Told<'a> {
     machine: &'a str,
     disk: &'a str,
     path: Option<&'a Path>,
-    /// `bitmap`, `compared`, `still` or `left-out`.
+    /// `bitmap`, `compared`, `copied`, `still` or `left-out`.
     how: &'static str,
     why: &'a str,
 }
@@ -177,7 +179,9 @@ impl<'a> Machine<'a> {
 
     /// Says of a disk how it is followed.
     fn say(&self, (disk, path): (&str, Option<&Path>), how: &'static str, why: &str) {
+        let how = if why == NEW { "copied" } else { how };
         let text = match how {
+            "copied" => format!("{disk}: copied: {why}"),
             "left-out" => format!("{disk}: left out: {why}"),
             "still" => format!("{disk}: not read: {why}"),
             "bitmap" => format!("{disk}: QEMU's bitmap since {why}"),

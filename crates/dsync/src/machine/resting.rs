@@ -8,7 +8,7 @@ use source::SourceOptions;
 
 use super::carry::Carried;
 use super::domain::Domain;
-use super::{Machine, Pushed};
+use super::{Machine, NEW, Pushed};
 use crate::commands::group_command::GroupSync;
 use crate::failure::Failure;
 
@@ -60,7 +60,7 @@ impl Machine<'_> {
                 None if known => {
                     ("still", "the VM is off, and nothing was written since its last sync".into())
                 }
-                None => ("compared", "it was not synced yet".into()),
+                None => ("compared", NEW.into()),
             };
             self.say((target, Some(&image.path)), how, &why);
         }

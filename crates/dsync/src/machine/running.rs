@@ -13,7 +13,7 @@ use sync::CutHook as _;
 use super::carry::Carried;
 use super::domain::{Domain, Image};
 use super::job::{Begun, Job, Part, name_at};
-use super::{Machine, Pushed};
+use super::{Machine, NEW, Pushed};
 use crate::commands::group_command::GroupSync;
 use crate::commands::sync_command::TRACKED;
 use crate::failure::Failure;
@@ -123,8 +123,7 @@ impl Machine<'_> {
     fn since(&self, path: &Path, checkpoints: &[String]) -> Result<Result<String, String>> {
         let Some(moment) = source::last_moment(self.state, path)? else {
             let known = self.state.source(&path.to_string_lossy())?.is_some();
-            let why =
-                if known { "its last sync was not one of the VM as it ran" } else { "it was not synced yet" };
+            let why = if known { "its last sync was not one of the VM as it ran" } else { NEW };
             return Ok(Err(why.into()));
         };
         Ok(match moment.name.filter(|_| moment.elsewhere) {
