@@ -17,7 +17,7 @@ use crate::commit::undo_log::UndoLog;
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error};
 use crate::journal::trail::Footprint;
 use crate::journal::unsure::{self, Passing, UnsureSet};
-use crate::journal::{self, ARRIVING, Contents, Growing, Held, WHOLE};
+use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, WHOLE};
 use crate::past::views;
 use crate::replica::Replica;
 use crate::state::destination::Name;
@@ -107,7 +107,7 @@ pub struct Batches<'a> {
 struct Arriving {
     decoder: Decoder,
     toward: Toward,
-    held: Held,
+    held: HeldFrames,
     contents: Contents,
     /// Those that it will fill.
     holes: Option<Holes>,
@@ -221,7 +221,7 @@ impl Batches<'_> {
         self.replica.check(&header)?;
         let toward = Toward::of(&header).ok_or_else(|| self.wrong("it names no epoch"))?;
         let contents = Contents { start: self.end, ..Contents::default() };
-        let held = Held::new(true);
+        let held = HeldFrames::new(true);
         let holes = self.replica.holes(u64::MAX)?;
         // Joined with those before at the commit.
         let before = if header.batch { UnsureSet::new() } else { self.unsure.clone() };

@@ -173,7 +173,7 @@ pub(crate) fn measure_at(file: &Kept, start: u64) -> io::Result<Contents> {
 }
 
 /// The frames of a delta that arrives, as long as they are few: what is merged at once need not be read back from the journal.
-pub(crate) struct Held {
+pub(crate) struct HeldFrames {
     frames: Option<Vec<Frame>>,
     bytes: usize,
 }
@@ -181,10 +181,10 @@ pub(crate) struct Held {
 /// Bytes of data, and frames, beyond which none are held.
 const HELD: (usize, usize) = (32 << 20, 4096);
 
-impl Held {
-    /// Holds frames that are [added](Held::add); or none, for a delta of which a part is in the journal already.
-    pub(crate) fn new(all: bool) -> Held {
-        Held { frames: all.then(Vec::new), bytes: 0 }
+impl HeldFrames {
+    /// Holds frames that are [added](HeldFrames::add); or none, for a delta of which a part is in the journal already.
+    pub(crate) fn new(all: bool) -> HeldFrames {
+        HeldFrames { frames: all.then(Vec::new), bytes: 0 }
     }
 
     /// Adds the next frame.
@@ -201,7 +201,7 @@ impl Held {
         self.frames.as_deref()
     }
 
-    /// As [`Held::frames`], to be used up.
+    /// As [`HeldFrames::frames`], to be used up.
     pub(crate) fn into_frames(self) -> Option<Vec<Frame>> {
         self.frames
     }

@@ -14,7 +14,7 @@ use crate::commit::copies::Copies;
 use crate::commit::holes::Holes;
 use crate::commit::undo::Touched;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
-use crate::journal::{self, ARRIVING, Contents, Growing, Held, Segment, Target, kept};
+use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, Segment, Target, kept};
 use crate::replica::{Prepared, Replica};
 use crate::state::lineage::Toward;
 
@@ -37,7 +37,7 @@ pub(super) struct ToJournal {
     gave: Arc<AtomicBool>,
     /// For a delta that copies.
     rolling: Option<Box<Resolved>>,
-    held: Held,
+    held: HeldFrames,
 }
 
 /// A delta whose copies are read before it goes to the journal, where it is like one that was found by comparing: it may be
@@ -110,7 +110,7 @@ impl Replica {
         let touched = touched.filter(|_| self.keeps_what_is_replaced(header));
         let unread = before.unread.clone();
         let (bytes, frames_end) = (before.bytes, before.frames_end);
-        let held = Held::new(before.bytes == 0 && rolling.is_none());
+        let held = HeldFrames::new(before.bytes == 0 && rolling.is_none());
         let mut sink =
             ToJournal { file, bytes, frames_end, unread, before, holes, touched, gave, rolling, held };
         let known = kept(header, &sink.before.positions(&self.positions()));
@@ -195,12 +195,13 @@ impl ToJournal {
 
     /// Commits the delta, once its trailer was taken. Returns the bytes written and read.
     pub(super) fn finish(
-        self,
+        mut self,
         replica: &mut Replica,
         decoder: &Decoder,
         toward: &Toward,
     ) -> Result<(u64, u64)> {
-        let (whole, held, (bytes, copied)) = self.complete(replica, decoder, toward, Growing::close)?;
+        let held = std::mem::replace(&mut self.held, HeldFrames::new(false)).into_frames();
+        let (whole, (bytes, copied)) = self.complete(replica, decoder, toward, Growing::close)?;
         let Some(contents) = whole else { return Ok((bytes, copied)) };
         let (written, read) = replica.merge(&[contents], held)?;
         Ok((bytes + written, copied + read))
@@ -208,7 +209,7 @@ impl ToJournal {
 
     /// Prepares the delta for the group's commit, whose intent decides, once its trailer was taken.
     pub(super) fn prepare(self, replica: &mut Replica, decoder: &Decoder, toward: &Toward) -> Result<()> {
-        let (whole, _, cost) = self.complete(replica, decoder, toward, Growing::prepare)?;
+        let (whole, cost) = self.complete(replica, decoder, toward, Growing::prepare)?;
         replica.set_prepared(whole.map(|contents| Prepared { contents, toward: toward.clone(), cost }));
         Ok(())
     }
@@ -228,14 +229,14 @@ impl ToJournal {
         self.file.len() - self.before.bytes
     }
 
-    /// Makes all durable that a merge needs. Returns what is to be merged, its frames if they are held, and the bytes written and read for it.
+    /// Makes all durable that a merge needs. Returns what is to be merged, and the bytes written and read for it.
     fn complete(
         self,
         replica: &mut Replica,
         decoder: &Decoder,
         toward: &Toward,
         close: impl FnOnce(Growing, &dyn Folder) -> io::Result<()>,
-    ) -> Result<(Option<Contents>, Option<Vec<Frame>>, (u64, u64))> {
+    ) -> Result<(Option<Contents>, (u64, u64))> {
         let bytes = self.written();
         let contents = self.contents(decoder, true);
         let copied = self.rolling.as_ref().map_or(0, |r| r.copies.read);
@@ -243,7 +244,7 @@ impl ToJournal {
         if replica.has(toward.stream) {
             // If merged again and interrupted, nothing would tell that it had begun.
             replica.drop_journal()?;
-            return Ok((None, None, (bytes, copied)));
+            return Ok((None, (bytes, copied)));
         }
         let state = "the replica is unchanged, and what had arrived of the delta is dropped";
         let room = replica.reserve_unsure(&contents, state);
@@ -265,7 +266,7 @@ impl ToJournal {
         if self.gave.load(SeqCst) {
             replica.warn_of_room();
         }
-        Ok((Some(contents), self.held.into_frames(), (bytes, copied)))
+        Ok((Some(contents), (bytes, copied)))
     }
 
     /// Keeps what has come of a delta that was cut off.
