@@ -14,14 +14,23 @@ rm -f "$DSYNC_TEST_TIMES"
 # command while there are tests to be built.
 "$cargo" build --workspace --all-targets || exit
 built=$(date +%s)
-# Most tests wait, for a disk, a link or a guest.
-export DSYNC_BIN="$target/debug/dsync" RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 1))}"
-{ "$cargo" test --workspace --no-fail-fast 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
-code=$(cat "$target/test-code")
+# What a user does mostly waits, for a disk, a link or a guest; what the crates say of themselves mostly computes: the one beside the other.
+export DSYNC_BIN="$target/debug/dsync"
+RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(nproc)} setsid \
+    "$cargo" test --no-fail-fast --workspace --exclude dsync-tests >"$target/test-log-crates" 2>&1 &
+crates=$!
+trap 'kill -- -$crates 2>/dev/null' EXIT
+trap 'exit 1' HUP INT TERM
+export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 1))}"
+{ "$cargo" test --no-fail-fast -p dsync-tests --test user 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
+wait $crates
+code=$?
+cat "$target/test-log-crates"
+[ "$(cat "$target/test-code")" = 0 ] || code=1
 # Again at the end, where it is found, and where a log that was cut still has it.
 if [ "$code" != 0 ]; then
     echo 'What failed:'
-    grep -a -A8 -e ' panicked at ' -e '^DSYNC_SEED=' -e ' hangs' "$target/test-log" | head -n 100
+    grep -ah -A8 -e ' panicked at ' -e '^DSYNC_SEED=' -e ' hangs' "$target/test-log" "$target/test-log-crates" | head -n 100
 fi
 echo 'The slowest tests, in seconds:'
 sort -rn "$DSYNC_TEST_TIMES" | head -n 10

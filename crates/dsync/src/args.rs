@@ -1110,7 +1110,7 @@ pub(crate) struct Serve {
     #[command(flatten)]
     pub places: PlaceArgs,
     /// Refuse writes, and record nothing
-    #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit"])]
+    #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit", "polite"])]
     pub read_only: bool,
     /// Let clients write to REPLICA@MOMENT: to a scratch file, which is thrown away at the end
     #[arg(long, conflicts_with = "read_only")]
@@ -1125,6 +1125,9 @@ pub(crate) struct Serve {
     /// Limit for old data kept for a snapshot; beyond it the snapshot fails
     #[arg(help_heading = LIMITS, long, value_name = "SIZE", value_parser = parse_size, default_value = "16G")]
     pub view_limit: u64,
+    /// Have clients that read NAME@view give way while the disk is written to: they read 8 MiB a second at least
+    #[arg(help_heading = LIMITS, long)]
+    pub polite: bool,
     #[command(flatten)]
     pub run: RunArgs,
     #[command(flatten)]

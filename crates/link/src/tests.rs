@@ -245,19 +245,22 @@ fn the_limit_holds_within_a_tenth() {
         let rate = 16 << 20;
         tx.limit(rate);
         let far = thread::spawn(move || while let Ok(Some(_)) = rx.recv() {});
-        let started = Instant::now();
-        for _ in 0..64 {
-            tx.send(message(1, 256 << 10)).unwrap();
-        }
-        // The last message of a pair is handed over before its time has passed.
-        let seconds = started.elapsed().as_secs_f64();
-        assert!((0.9..1.1).contains(&seconds), "16 MiB at 16 MiB/s took {seconds:.3} s");
+        let takes = || {
+            let started = Instant::now();
+            for _ in 0..64 {
+                tx.send(message(1, 256 << 10)).unwrap();
+            }
+            started.elapsed().as_secs_f64()
+        };
+        // The last message of a pair is handed over before its time has passed. On a busy machine one run may take longer.
+        let within = (0..10).any(|_| {
+            let seconds = takes();
+            assert!(seconds >= 0.9, "16 MiB at 16 MiB/s took {seconds:.3} s");
+            seconds < 1.1
+        });
+        assert!(within, "16 MiB at 16 MiB/s took over 1.1 s each time");
         tx.limit(0);
-        let started = Instant::now();
-        for _ in 0..64 {
-            tx.send(message(1, 256 << 10)).unwrap();
-        }
-        assert!(started.elapsed().as_secs_f64() < 0.5, "the limit was lifted");
+        assert!((0..10).any(|_| takes() < 0.5), "the limit was lifted");
         tx.finish().unwrap();
         far.join().unwrap();
     });

@@ -282,8 +282,20 @@ fn a_server_that_is_gone_fails_all_requests_for_good() {
     assert_eq!(disk.write_at(0, &[1]).unwrap_err().kind(), ErrorKind::ConnectionAborted);
 }
 
+/// The contexts that a server grants, with the ids that it gives them.
+type Granted = &'static [(u32, &'static str)];
+
 /// A server made of bytes: it greets, answers the options, and then sends `replies` to whatever is requested.
 fn scripted(size: u64, sizes: Option<[u32; 3]>, replies: Vec<u8>) -> std::io::Result<NbdDisk> {
+    granting(&[], size, sizes, replies)
+}
+
+fn granting(
+    granted: Granted,
+    size: u64,
+    sizes: Option<[u32; 3]>,
+    replies: Vec<u8>,
+) -> std::io::Result<NbdDisk> {
     let folder = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
     let server = std::thread::spawn(move || {
@@ -304,6 +316,9 @@ fn scripted(size: u64, sizes: Option<[u32; 3]>, replies: Vec<u8>) -> std::io::Re
                 bytes.extend(data);
                 bytes
             };
+            for (id, name) in granted.iter().filter(|_| number(8) == 10) {
+                stream.write_all(&reply(4, &[&id.to_be_bytes(), name.as_bytes()].concat())).unwrap();
+            }
             if number(8) != 7 {
                 stream.write_all(&reply(common::ACK, &[])).unwrap();
                 continue;
@@ -352,6 +367,33 @@ fn sizes_that_make_no_sense_are_refused() {
     ] {
         let refusal = scripted(size, sizes, Vec::new()).err().expect("a refusal");
         assert!(refusal.to_string().contains(why), "{refusal}");
+    }
+}
+
+#[test]
+fn what_a_server_says_of_a_context_twice_is_not_believed() {
+    const ALLOCATION: &str = "base:allocation";
+    for granted in [&[(1, ALLOCATION), (1, "x:other")], &[(1, ALLOCATION), (2, ALLOCATION)]] as [Granted; 2] {
+        let refusal = granting(granted, 1 << 20, None, Vec::new()).err().expect("a refusal");
+        assert_eq!(refusal.kind(), ErrorKind::InvalidData, "{refusal}");
+    }
+    let status = |flags: u16, extents: &[u32]| {
+        let content = [&[1], extents].concat();
+        chunk(flags, 5, &content.iter().flat_map(|n| n.to_be_bytes()).collect::<Vec<_>>())
+    };
+    let marked = |replies: Vec<u8>| {
+        let disk = granting(&[(1, ALLOCATION)], 1 << 20, None, replies).unwrap();
+        let mut marked = Vec::new();
+        disk.marked(ALLOCATION, |range| marked.push(range)).map(|()| marked)
+    };
+    let half = 1 << 19;
+    assert_eq!(
+        marked(status(1, &[4096, 3, half, 0, half - 4096, 1])).unwrap(),
+        [0..4096, (1 << 19) + 4096..1 << 20]
+    );
+    let twice = [status(0, &[1 << 20, 0]), status(1, &[1 << 20, 3])].concat();
+    for replies in [twice, status(1, &[0, 3, 1 << 20, 0])] {
+        assert_eq!(marked(replies).unwrap_err().kind(), ErrorKind::InvalidData);
     }
 }
 

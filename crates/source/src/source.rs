@@ -29,6 +29,7 @@ use crate::record::lives::{self, Batches};
 use crate::record::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, UNRECORDED, Verdict};
 use crate::record::state::{About, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
+use crate::views::courtesy::{Courtesy, Feels};
 use crate::views::shared::View;
 use crate::{Gap, SourceError};
 
@@ -152,14 +153,12 @@ pub struct Source {
     backing: Arc<dyn Backing>,
     disk: TrackedDisk,
     direct: bool,
-    view_limit: u64,
+    views: Views,
     /// An outer lock, as all that a checkpoint holds (see `trackers/src/tracked.rs`): not for writers.
     epochs: Mutex<Epochs>,
     /// Why the changes before the next checkpoint are not known, and the number of the last epoch that was recorded. An inner lock:
     /// connections take it during their writes. Changed with `epochs` locked.
     lost: Mutex<(Option<Gap>, u64)>,
-    /// An outer lock, taken before `epochs`. The views that are open as `@view` (the empty name) and `@view.NAME`.
-    shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
     /// Until when mirrors have brought replicas up to date, in seconds since 1970. An inner lock.
     mirrored: Mutex<BTreeMap<String, u64>>,
     /// An inner lock.
@@ -170,6 +169,23 @@ pub struct Source {
     fresh: Option<StateDir>,
     /// An inner lock. Who said at its opening what was written before, until that is in an epoch.
     outside: Mutex<Option<Outside>>,
+}
+
+/// The views of a source.
+struct Views {
+    /// The most bytes that one may save.
+    limit: u64,
+    /// Where the readers of those that are shared wait for the guest.
+    courtesy: Arc<Courtesy>,
+    /// An outer lock, taken before `epochs`. Those that are open as `@view` (the empty name) and `@view.NAME`.
+    shared: Mutex<BTreeMap<String, Weak<SharedView>>>,
+}
+
+impl Views {
+    fn new(folder: &dyn Folder, limit: u64) -> Views {
+        let feels = LastWriteTime::felt_in(folder).ok().map(|felt| Box::new(move || felt.read()) as Feels);
+        Views { limit, courtesy: Arc::new(Courtesy::new(feels)), shared: Mutex::default() }
+    }
 }
 
 /// What a source is opened from.
@@ -591,14 +607,13 @@ impl Source {
             .map_err(SourceError::state("start a thread for", folder.path()))?;
         Ok(Source {
             about,
+            views: Views::new(&*folder, options.view_limit),
             folder,
             backing,
             disk,
             direct: options.direct,
-            view_limit: options.view_limit,
             epochs: Mutex::new(Epochs { history, stamp, spared }),
             lost: Mutex::new((lost, last)),
-            shared_views: Mutex::default(),
             mirrored: Mutex::default(),
             batches: Mutex::default(),
             tending: Some(tending),
@@ -888,7 +903,7 @@ impl Source {
 
     fn new_view(&self) -> Result<Arc<CowStore>, SourceError> {
         let place = self.folder.path();
-        CowStore::create(place, self.disk.len(), self.about.block_size, self.view_limit)
+        CowStore::create(place, self.disk.len(), self.about.block_size, self.views.limit)
             .map(Arc::new)
             .map_err(SourceError::state("make a view in", place))
     }
@@ -912,10 +927,16 @@ impl Source {
         drop(epochs);
         let (saved, alive) = (checkpoint.saved.clone(), Arc::new(|| Ok(())));
         let view = View::new(checkpoint.epoch, reader, self.disk.len(), saved, alive).shared();
+        let view = view.beside(&self.views.courtesy);
         let shared = Arc::new(SharedView { view, checkpoint, disk: self.disk.clone(), since });
         slots.retain(|_, view| view.strong_count() > 0);
         slots.insert(name.to_owned(), Arc::downgrade(&shared));
         Ok(shared)
+    }
+
+    /// Whether readers of [shared views](Source::shared_view) wait for the guest from now on. At first they do not.
+    pub fn be_polite(&self, polite: bool) {
+        self.views.courtesy.be_polite(polite);
     }
 
     /// The view open as `@view`, if there is one.
@@ -924,7 +945,7 @@ impl Source {
     }
 
     fn slots(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Weak<SharedView>>> {
-        self.shared_views.lock().unwrap_or_else(|e| e.into_inner())
+        self.views.shared.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// The epochs of open views, at which a reader may yet set a checkpoint. To be asked before `epochs` is locked.

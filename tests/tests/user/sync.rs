@@ -26,6 +26,36 @@ fn the_first_sync_seeds_and_holes_stay_holes() {
     assert!(!scene.site.path("replica/vm.raw.partial").exists());
 }
 
+/// The journal of a small delta is there for a crash: what it holds goes to the destination from memory.
+#[test]
+fn the_journal_of_a_small_delta_is_not_read_back() {
+    if !need(&["strace"], "what a sync reads of its journal") {
+        return;
+    }
+    let mut scene = Scene::synced("not read back", 64 * MIB);
+    let strace = dsync_tests::find("strace").expect("strace");
+    let trace = scene.site.path("trace");
+    for changed in [500, 1] {
+        scene.change(changed);
+        let run = scene.site.run(&strace).args([
+            "-f",
+            "-qq",
+            "-y",
+            "-e",
+            "trace=read,readv,pread64,preadv,pwrite64",
+        ]);
+        let run = run.arg("-o").arg(&trace).arg(dsync_tests::site::binary());
+        run.arg("sync").arg(&scene.image).arg(&scene.replica).ok();
+        scene.equal();
+        let calls = std::fs::read_to_string(&trace).expect("a trace");
+        let of_journal = |call: &str| {
+            calls.lines().filter(|line| line.contains(call) && line.contains("/journal")).count()
+        };
+        assert!(of_journal("pwrite64(") > 0, "the trace shows no journal\n{calls}");
+        assert_eq!(of_journal("read"), 0, "{calls}");
+    }
+}
+
 /// Cron mails whatever is said: a conversation that ends in order ends without a word at either side.
 #[test]
 fn nothing_to_do_is_nothing_to_say() {

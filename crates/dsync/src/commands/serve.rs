@@ -517,6 +517,7 @@ fn open_tracked(
     refuse_partial(image, state)?;
     sync::refuse_replica(image, state, READ_ONLY)?;
     let source = Source::open(state, image, &options)?;
+    source.be_polite(args.polite);
     // Nothing makes it a replica from here on.
     sync::refuse_replica(image, state, READ_ONLY)?;
     Ok(Arc::new(source))

@@ -225,7 +225,13 @@ impl Handshake {
         for (kind, content) in self.try_ask(OPT_SET_META_CONTEXT, &query)?.unwrap_or_default() {
             if kind == REP_META_CONTEXT && content.len() > 4 {
                 let id = u32(&mut &content[..4])?;
-                ids.insert(String::from_utf8_lossy(&content[4..]).into_owned(), id);
+                let name = String::from_utf8_lossy(&content[4..]).into_owned();
+                // One would be read as the other.
+                if ids.values().any(|other| *other == id) || ids.insert(name, id).is_some() {
+                    return Err(bad(format!(
+                        "the server grants two contexts under the id {id}, or one twice"
+                    )));
+                }
             }
         }
         Ok(ids)

@@ -99,7 +99,11 @@ impl Part {
             CHUNK_BLOCK_STATUS if len >= 12 && len % 8 == 4 && len <= MOST => {
                 let context = u32(input)?;
                 let extents = (0..len / 8).map(|_| Ok((u32(input)?, u32(input)?)));
-                Ok(Part::Status { context, extents: extents.collect::<io::Result<_>>()? })
+                let extents = extents.collect::<io::Result<Vec<_>>>()?;
+                match extents.iter().any(|(len, _)| *len == 0) {
+                    true => Err(bad("the status of no bytes")),
+                    false => Ok(Part::Status { context, extents }),
+                }
             }
             _ if kind & CHUNK_ERROR != 0 && (6..=MOST).contains(&len) => {
                 let error = u32(input)?;
@@ -146,7 +150,11 @@ impl Arrived {
                 buf[place].fill(0);
                 self.bytes += len as usize;
             }
-            Part::Status { context, extents } => self.status.entry(context).or_default().extend(extents),
+            Part::Status { context, extents } => {
+                if self.status.insert(context, extents).is_some() {
+                    return Err(bad(format!("two descriptions of the context {context}")));
+                }
+            }
             Part::Simple { error } | Part::Error(error) if self.error == 0 => self.error = error,
             Part::Simple { .. } | Part::Error(_) | Part::Nothing => {}
         }

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use delta::{Decoded, Decoder, Event, Frame, Unit, UnitKind};
+use delta::{Decoded, Decoder, Event, Unit, UnitKind};
 use device::{Buf, Folder, StateFile};
 use uuid::Uuid;
 
@@ -17,7 +17,7 @@ use crate::commit::undo_log::UndoLog;
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error};
 use crate::journal::trail::Footprint;
 use crate::journal::unsure::{self, Passing, UnsureSet};
-use crate::journal::{self, ARRIVING, Contents, Growing, WHOLE};
+use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, WHOLE};
 use crate::past::views;
 use crate::replica::Replica;
 use crate::state::destination::Name;
@@ -30,9 +30,6 @@ const LONG: u64 = 256 << 20;
 const SHARE: u64 = 2;
 /// What became of the replica where a batch could not be taken.
 const CONFIRMED: &str = "the replica is at the last batch that was confirmed";
-/// What of a batch is kept in memory until it is committed, in bytes of data; more is read back from the journal.
-const HELD: usize = 32 << 20;
-
 /// Room for so many ranges of the unsure set is made at a time.
 const RANGES_AHEAD: u64 = 1024;
 
@@ -110,9 +107,7 @@ pub struct Batches<'a> {
 struct Arriving {
     decoder: Decoder,
     toward: Toward,
-    /// Its data, as long as that is not too much.
-    frames: Option<Vec<Frame>>,
-    held: usize,
+    held: HeldFrames,
     contents: Contents,
     /// Those that it will fill.
     holes: Option<Holes>,
@@ -121,7 +116,7 @@ struct Arriving {
 impl Arriving {
     /// What it replaces.
     fn replaced(&self, replica: &Replica) -> Result<Vec<Range<u64>>> {
-        let Some(frames) = &self.frames else {
+        let Some(frames) = self.held.frames() else {
             let mut contents = self.contents.clone();
             contents.segments.clear();
             return replica.replaced_by(WHOLE, &[contents]);
@@ -226,7 +221,7 @@ impl Batches<'_> {
         self.replica.check(&header)?;
         let toward = Toward::of(&header).ok_or_else(|| self.wrong("it names no epoch"))?;
         let contents = Contents { start: self.end, ..Contents::default() };
-        let frames = Some(Vec::new());
+        let held = HeldFrames::new(true);
         let holes = self.replica.holes(u64::MAX)?;
         // Joined with those before at the commit.
         let before = if header.batch { UnsureSet::new() } else { self.unsure.clone() };
@@ -239,7 +234,7 @@ impl Batches<'_> {
         if let Some(undo) = &mut self.undo {
             undo.begin();
         }
-        self.batch = Some(Arriving { decoder, toward, frames, held: 0, contents, holes });
+        self.batch = Some(Arriving { decoder, toward, held, contents, holes });
         Ok(())
     }
 
@@ -271,13 +266,7 @@ impl Batches<'_> {
                 let path = self.replica.destination().path();
                 let looked = batch.holes.as_mut().map(|holes| holes.records(&frame.records));
                 looked.transpose().map_err(io_error("look for holes in", path))?;
-                batch.held += frame.data.len();
-                if batch.held > HELD {
-                    batch.frames = None;
-                }
-                if let Some(frames) = &mut batch.frames {
-                    frames.push(frame);
-                }
+                batch.held.add(frame);
                 Ok(())
             }
             Err(e) => Err(self.wrong(e)),
@@ -378,7 +367,7 @@ impl Batches<'_> {
         self.undo = self.replica.keep_replaced(undo, batch.toward.stream, !batch.toward.batch)?;
         self.applier.keep(self.replica.work(false)?);
         self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
-        match batch.frames {
+        match batch.held.into_frames() {
             Some(frames) => {
                 for frame in frames {
                     self.applier.frame(frame).map_err(failed("write to"))?;

@@ -11,6 +11,7 @@ pub(crate) mod receive;
 pub(crate) mod undo;
 pub(crate) mod undo_log;
 
+use delta::Frame;
 use uuid::Uuid;
 
 use crate::commit::apply::Applier;
@@ -41,8 +42,9 @@ impl Replica {
     }
 
     /// Merges the whole deltas of the journal in place, one after the other, and moves the lineage to the last. May be done
-    /// again after a crash, from any point. Returns the bytes written and read.
-    pub(crate) fn merge(&mut self, deltas: &[Contents]) -> Result<(u64, u64)> {
+    /// again after a crash, from any point. Returns the bytes written and read. The frames of an only delta may be `held`: they are not read
+    /// back then.
+    pub(crate) fn merge(&mut self, deltas: &[Contents], mut held: Option<Vec<Frame>>) -> Result<(u64, u64)> {
         let last = deltas.last().and_then(|contents| contents.segments.last());
         let Some(toward) = last.and_then(|s| Toward::of(&s.header)) else {
             return Err(journal::damaged(&self.folder().join(WHOLE), "it has no header".into()));
@@ -74,7 +76,20 @@ impl Replica {
             let mut written = WrittenLast { target: &mut applier, last: last.as_ref(), delta };
             let mut marking = Marking { target: &mut written, was: set, passing: None };
             let mut noting = Noting { target: &mut marking, footprint: &mut footprint };
-            journal::replay(self.state(), WHOLE, contents, &mut noting, &mut positions, failed("write to"))?;
+            match (held.take(), &contents.segments[..]) {
+                (Some(frames), [only]) => {
+                    journal::replay_held(&only.header, frames, &mut noting, &positions)
+                        .map_err(failed("write to"))?;
+                }
+                _ => journal::replay(
+                    self.state(),
+                    WHOLE,
+                    contents,
+                    &mut noting,
+                    &mut positions,
+                    failed("write to"),
+                )?,
+            }
             set = marking.end();
             let leads = contents
                 .segments

@@ -552,7 +552,7 @@ impl Replica {
         let failed = |what| io_error(what, self.folder());
         let file = self.state().open(ARRIVING, false).map_err(failed("open"))?;
         seal(&*file, self.state()).map_err(failed("sync"))?;
-        let (merged, filled) = self.merge(&[contents])?;
+        let (merged, filled) = self.merge(&[contents], None)?;
         self.refresh()?;
         Ok(Some(Committed {
             epoch: toward.epoch,

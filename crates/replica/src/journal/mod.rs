@@ -172,6 +172,41 @@ pub(crate) fn measure_at(file: &Kept, start: u64) -> io::Result<Contents> {
     }
 }
 
+/// The frames of a delta that arrives, as long as they are few: what is merged at once need not be read back from the journal.
+pub(crate) struct HeldFrames {
+    frames: Option<Vec<Frame>>,
+    bytes: usize,
+}
+
+/// Bytes of data, and frames, beyond which none are held.
+const HELD: (usize, usize) = (32 << 20, 4096);
+
+impl HeldFrames {
+    /// Holds frames that are [added](HeldFrames::add); or none, for a delta of which a part is in the journal already.
+    pub(crate) fn new(all: bool) -> HeldFrames {
+        HeldFrames { frames: all.then(Vec::new), bytes: 0 }
+    }
+
+    /// Adds the next frame.
+    pub(crate) fn add(&mut self, frame: Frame) {
+        self.bytes += frame.data.len();
+        match &mut self.frames {
+            Some(frames) if self.bytes <= HELD.0 && frames.len() < HELD.1 => frames.push(frame),
+            _ => self.frames = None,
+        }
+    }
+
+    /// The frames, if all of them are held.
+    pub(crate) fn frames(&self) -> Option<&[Frame]> {
+        self.frames.as_deref()
+    }
+
+    /// As [`HeldFrames::frames`], to be used up.
+    pub(crate) fn into_frames(self) -> Option<Vec<Frame>> {
+        self.frames
+    }
+}
+
 /// What a journal's frames are brought to, in order.
 pub(crate) trait Target {
     /// The next part of the delta begins at the disk's start again; from `known` on, what it does not name becomes zero.
@@ -204,6 +239,17 @@ pub(crate) fn replay(
         Err(Trouble::Delta(error)) => Err(damaged(&path, error.to_string())),
         Ok(()) => Err(damaged(&path, "it has changed since it was verified".into())),
     }
+}
+
+/// As [`replay`], of a delta whose frames are held: the journal has them too, durably, and they were verified as they arrived.
+pub(crate) fn replay_held(
+    header: &Header,
+    frames: Vec<Frame>,
+    target: &mut dyn Target,
+    positions: &[Position],
+) -> io::Result<()> {
+    target.rewind(header, kept(header, positions))?;
+    frames.into_iter().try_for_each(|frame| target.frame(frame))
 }
 
 /// Up to where the destination keeps what a delta does not name; beyond, that becomes zero. A compare has looked at all there

@@ -543,7 +543,7 @@ impl Replica {
 
     /// Merges a whole journal that a crash left.
     fn redo(&mut self, deltas: &[Contents]) -> Result<()> {
-        self.merge(deltas)?;
+        self.merge(deltas, None)?;
         if let (Some(epoch), ahead) = (self.lineage().epoch, self.lineage().is_ahead()) {
             self.tell(match ahead {
                 true => format!("batches after epoch {epoch} were whole and have been merged"),

@@ -102,6 +102,13 @@ impl View {
         (self.alive)()
     }
 
+    /// Waits for the guest, unless what is saved meanwhile may not suffice for that.
+    fn give_way(&self, bytes: usize, first: impl FnOnce()) {
+        if !self.saved.as_ref().is_some_and(|saved| saved.kept_bytes() >= saved.limit() / 2) {
+            self.courtesy.wait(bytes as u64, first);
+        }
+    }
+
     /// Corrects what was read from the image.
     fn mend(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         match &self.saved {
@@ -128,7 +135,7 @@ impl Disk for View {
         self.courtesy.at_once()
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.courtesy.wait(buf.len() as u64, || ());
+        self.give_way(buf.len(), || ());
         self.disk.read_at(offset, buf)?;
         self.mend(offset, buf)?;
         self.still_kept()
@@ -184,7 +191,7 @@ impl ViewQueue {
 impl Queue for ViewQueue {
     fn submit(&mut self, request: Request) {
         // What was submitted before need not wait with this.
-        self.view.courtesy.wait(request.buf.len() as u64, || self.inner.start());
+        self.view.give_way(request.buf.len(), || self.inner.start());
         self.inner.submit(request)
     }
     fn start(&mut self) {

@@ -14,7 +14,7 @@ use crate::commit::copies::Copies;
 use crate::commit::holes::Holes;
 use crate::commit::undo::Touched;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
-use crate::journal::{self, ARRIVING, Contents, Growing, Segment, Target, kept};
+use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, Segment, Target, kept};
 use crate::replica::{Prepared, Replica};
 use crate::state::lineage::Toward;
 
@@ -37,6 +37,7 @@ pub(super) struct ToJournal {
     gave: Arc<AtomicBool>,
     /// For a delta that copies.
     rolling: Option<Box<Resolved>>,
+    held: HeldFrames,
 }
 
 /// A delta whose copies are read before it goes to the journal, where it is like one that was found by comparing: it may be
@@ -109,7 +110,9 @@ impl Replica {
         let touched = touched.filter(|_| self.keeps_what_is_replaced(header));
         let unread = before.unread.clone();
         let (bytes, frames_end) = (before.bytes, before.frames_end);
-        let mut sink = ToJournal { file, bytes, frames_end, unread, before, holes, touched, gave, rolling };
+        let held = HeldFrames::new(before.bytes == 0 && rolling.is_none());
+        let mut sink =
+            ToJournal { file, bytes, frames_end, unread, before, holes, touched, gave, rolling, held };
         let known = kept(header, &sink.before.positions(&self.positions()));
         if let Some(touched) = &mut sink.touched {
             touched.header(header, known);
@@ -161,6 +164,7 @@ impl ToJournal {
                 journal::note_unread(&mut self.unread, &frame.records);
                 look(&mut self.holes, &mut self.touched, &frame)?;
                 self.frames_end = self.file.len();
+                self.held.add(frame);
             }
             self.bytes = self.file.len();
             return Ok(());
@@ -191,14 +195,15 @@ impl ToJournal {
 
     /// Commits the delta, once its trailer was taken. Returns the bytes written and read.
     pub(super) fn finish(
-        self,
+        mut self,
         replica: &mut Replica,
         decoder: &Decoder,
         toward: &Toward,
     ) -> Result<(u64, u64)> {
+        let held = std::mem::replace(&mut self.held, HeldFrames::new(false)).into_frames();
         let (whole, (bytes, copied)) = self.complete(replica, decoder, toward, Growing::close)?;
         let Some(contents) = whole else { return Ok((bytes, copied)) };
-        let (written, read) = replica.merge(&[contents])?;
+        let (written, read) = replica.merge(&[contents], held)?;
         Ok((bytes + written, copied + read))
     }
 
