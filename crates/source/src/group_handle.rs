@@ -59,13 +59,17 @@ impl GroupHandle {
         }
     }
 
-    /// Makes members of those that are not yet.
+    /// Makes members of those that are not yet. They belong to the promotion of the others.
     fn join(&self) -> Result<(), SourceError> {
-        for (member, file) in self.members.iter().zip(&self.files).filter(|_| self.joins) {
-            let group = Membership { file: Some(file.clone()), ..Membership::first(&self.name) };
-            // Of one promotion with the others, which are here as well.
-            let promotion = |_: &str| Ok(Vec::new());
-            join_in(member.folder(), &member.about().path, group, &promotion)?;
+        if !self.joins {
+            return Ok(());
+        }
+        let known = self.members.iter().map(|member| Membership::read(member.folder()));
+        let known = known.collect::<Result<Vec<_>, _>>()?;
+        let promotion = known.iter().flatten().find_map(|group| group.promotion);
+        for (member, file) in self.members.iter().zip(&self.files) {
+            let group = Membership { file: Some(file.clone()), promotion, ..Membership::first(&self.name) };
+            join_in(member.folder(), &member.about().path, group, &|_| Ok(Vec::new()))?;
         }
         Ok(())
     }

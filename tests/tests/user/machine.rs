@@ -438,3 +438,39 @@ fn a_job_of_a_vm_has_its_hook_around_the_moment() {
     assert_eq!(words, [("begin", true), ("cut", false), ("end", true)]);
     world.clean();
 }
+
+/// On the other host the VM is followed like any other. Here it is not demoted, which would leave some of its disks sources and others not.
+#[test]
+fn a_vm_that_was_promoted_is_followed_where_it_is() {
+    let Some(world) = World::new("a VM that was promoted") else { return };
+    world.sync();
+    let demote = world.dsync(&["demote", "--group", "vm.t1"]).arg(&world.replicas);
+    demote.code(4).says(&["vm.t1 is the group of a VM, which is moved in another way"]);
+    world.host.virsh(["destroy", VM]).ok();
+    world.sync();
+    let (far, other) = (Site::new(), Libvirt::start());
+    far.dsync(["promote", "--force", "--group"]).arg(world.replica(".vm.t1.dsync-group")).ok();
+    let mut there = std::fs::read_to_string(world.replica("t1.xml")).expect("the definition");
+    for (image, replica) in ["a.qcow2", "b.raw"].into_iter().zip(world.disks()) {
+        there = there.replace(&world.site.path(image).display().to_string(), &replica.display().to_string());
+    }
+    let definition = far.path("there.xml");
+    std::fs::write(&definition, there.replace("type='qcow2'", "type='raw'")).expect("a definition");
+    other.virsh(["define"]).arg(&definition).ok();
+    other.on(VM);
+    let onward = far.path("onward");
+    std::fs::create_dir(&onward).expect("a folder");
+    for _ in 0..3 {
+        other.virsh(["suspend", VM]).ok();
+        other.run(&far, binary()).args(["sync", "vm:t1"]).arg(&onward).ok();
+        for disk in world.disks() {
+            dsync_tests::image::assert_equal(&disk, &onward.join(replica_of(&disk)));
+        }
+        other.virsh(["resume", VM]).ok();
+        other.writes_on(VM);
+    }
+}
+
+fn replica_of(disk: &std::path::Path) -> &std::ffi::OsStr {
+    disk.file_name().expect("a name")
+}

@@ -16,6 +16,7 @@ use crate::failure::{self, Failure};
 use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::reach::location::{self, Ends, Location};
+use crate::terms::machine_name;
 
 /// Makes a source of a replica, or of all those of a group in a folder.
 pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -> Result<()> {
@@ -84,6 +85,7 @@ pub(crate) fn demote(
     output: &Output,
 ) -> Result<()> {
     let Some(name) = args.group.as_deref() else { return failover::demote(args, steering, state, output) };
+    machine_name::refuse_demotion(name, state)?;
     let destination = args.source.as_deref().map(Location::folder).transpose()?;
     if args.destination.is_some() {
         let how = "--group takes the folder of the replicas alone: the sources are the members of the group";

@@ -26,15 +26,13 @@ use crate::commands::group_command::{self, GroupSync};
 use crate::failure::Failure;
 use crate::jobs::steering::Steering;
 use crate::output::Output;
+use crate::terms::machine_name;
 use domain::{Answer, Domain};
 pub(crate) use job::end_interrupted;
 use virsh::Virsh;
 
 /// Of a disk that is no source yet.
 const NEW: &str = "it was not synced yet";
-/// The most characters of a machine's name in that of its group.
-const LONGEST: usize = 48;
-
 /// The names of the machines on this host. Of a user's own libvirt, which a question would start, none is known.
 pub(crate) fn names() -> Vec<String> {
     let is_asked = rustix::process::geteuid().is_root() || std::env::var_os("LIBVIRT_DEFAULT_URI").is_some();
@@ -126,8 +124,8 @@ impl<'a> Machine<'a> {
             )));
         }
         let virsh = Virsh::of(&domain.uuid);
-        let name = plain(&domain);
-        let group = format!("vm.{name}");
+        let name = machine_name::plain(&domain.name, &domain.uuid);
+        let group = machine_name::group(&name);
         Ok(Machine { domain, virsh, name, group, args, state, output })
     }
 
@@ -269,15 +267,3 @@ impl<'a> Machine<'a> {
 
 /// What a sync of a group did; `None` if nothing was to be done.
 type Pushed = Option<(GroupSummary, Vec<Summary>)>;
-
-/// The name of a machine as a part of that of its group.
-fn plain(domain: &Domain) -> String {
-    let name = &domain.name;
-    if name.len() <= LONGEST && source::is_plain(&format!("vm.{name}")) {
-        return name.clone();
-    }
-    let allowed = |c: char| if c.is_ascii_alphanumeric() || ".-_".contains(c) { c } else { '_' };
-    let begin: String = name.chars().map(allowed).take(LONGEST).collect();
-    let id: String = domain.uuid.chars().take(8).collect();
-    format!("{begin}-{id}")
-}

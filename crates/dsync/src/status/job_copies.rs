@@ -14,6 +14,7 @@ use crate::jobs::job;
 use crate::reach::location::{Ends, Location};
 use crate::status::SourceStatus;
 use crate::status::local;
+use crate::terms::machine_name;
 
 /// Where the units of a host keep their state.
 const STATE: &str = "/var/lib/dsync";
@@ -107,7 +108,7 @@ impl Known<'_> {
 /// What a job copies.
 struct Aim<'a> {
     command: &'static str,
-    /// A source, or the name of a group.
+    /// A source, or the name of a group or a machine.
     source: &'a str,
     /// Its replica, or the folder of those of the group.
     destination: &'a str,
@@ -116,6 +117,16 @@ struct Aim<'a> {
 }
 
 impl<'a> Aim<'a> {
+    /// The machine whose disks are copied.
+    fn machine(&self) -> Option<&'a str> {
+        machine_name::named(self.source).filter(|_| self.is_group)
+    }
+
+    /// True if the members of this group are copied.
+    fn is_of(&self, group: &str) -> bool {
+        self.machine().map_or(group == self.source, |name| machine_name::is_group_of(name, group))
+    }
+
     /// `None` for a job that copies nothing.
     fn of(cli: &'a Cli) -> Option<Aim<'a>> {
         let rpo = if let Command::Mirror(args) = &cli.command { Some(args.rpo) } else { None };
@@ -129,7 +140,10 @@ impl<'a> Aim<'a> {
             (Some(group), _) => {
                 Some(Aim { command, source: group, destination: source, is_group: true, rpo })
             }
-            (None, Some(destination)) => Some(Aim { command, source, destination, is_group: false, rpo }),
+            (None, Some(destination)) => {
+                let is_group = machine_name::named(source).is_some();
+                Some(Aim { command, source, destination, is_group, rpo })
+            }
             (None, None) => None,
         }
     }
@@ -194,7 +208,7 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
     if aim.is_group {
         let folder = Location::folder(aim.destination)?;
         let is_member =
-            |source: &&SourceStatus| source.group.as_ref().is_some_and(|group| group.name == aim.source);
+            |source: &&SourceStatus| source.group.as_ref().is_some_and(|group| aim.is_of(&group.name));
         let mut copies = Vec::new();
         for member in known.sources.iter().filter(is_member) {
             let path = member.path.display().to_string();
@@ -203,7 +217,10 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
             copies.extend(of_source(copy(&path, &remembered(&replica)?), &path, known, state));
         }
         return Ok(match copies.is_empty() && !known.is_part && !known.is_demoted(aim.source, state)? {
-            true => vec![copy(&format!("group {}", aim.source), &folder.name)],
+            true => {
+                let kind = if aim.machine().is_some() { "" } else { "group " };
+                vec![copy(&format!("{kind}{}", aim.source), &folder.name)]
+            }
             false => copies,
         });
     }

@@ -1,5 +1,7 @@
 //! `vm:NAME`, a virtual machine of libvirt, where a source or a destination may stand.
 
+use source::StateDir;
+
 use crate::failure::Failure;
 
 /// What the name of a machine follows.
@@ -8,6 +10,61 @@ const PREFIX: &str = "vm:";
 /// The machine that is meant by a word, which is a path of the host `vm` if it has a slash.
 pub(crate) fn named(word: &str) -> Option<&str> {
     word.strip_prefix(PREFIX).filter(|name| !name.is_empty() && !name.contains('/'))
+}
+
+/// The most characters of a machine's name in that of its group.
+const LONGEST: usize = 48;
+
+/// The name of a machine where only some characters are allowed: its own, or one that begins like it and ends with a part of its UUID.
+pub(crate) fn plain(name: &str, uuid: &str) -> String {
+    match is_plain(name) {
+        true => name.to_owned(),
+        false => format!("{}{}", begin(name), uuid.chars().take(ID).collect::<String>()),
+    }
+}
+
+/// The name of the group of a machine with a [plain] name.
+pub(crate) fn group(plain: &str) -> String {
+    format!("vm.{plain}")
+}
+
+/// True if this is the group of a machine of this name.
+pub(crate) fn is_group_of(name: &str, group: &str) -> bool {
+    let plain = group.strip_prefix("vm.").unwrap_or_default();
+    match is_plain(name) {
+        true => plain == name,
+        false => plain.strip_prefix(&begin(name)).is_some_and(|id| id.len() == ID),
+    }
+}
+
+/// Characters of a UUID in a plain name.
+const ID: usize = 8;
+
+fn is_plain(name: &str) -> bool {
+    name.len() <= LONGEST && source::is_plain(&group(name))
+}
+
+fn begin(name: &str) -> String {
+    let allowed = |c: char| if c.is_ascii_alphanumeric() || ".-_".contains(c) { c } else { '_' };
+    name.chars().map(allowed).take(LONGEST).chain(['-']).collect()
+}
+
+/// Refuses to demote the group of a machine: what runs it then is libvirt of the other host.
+///
+/// # Errors
+/// That.
+pub(crate) fn refuse_demotion(group: &str, state: &StateDir) -> Result<(), anyhow::Error> {
+    let Ok(folder) = state.machines_folder().canonicalize() else { return Ok(()) };
+    let members = source::group_members(state, group)?;
+    if !members.iter().any(|(_, about, _)| about.path.starts_with(&folder)) {
+        return Ok(());
+    }
+    let name = group.trim_start_matches("vm.");
+    Err(Failure::refused(format!(
+        "{group} is the group of a VM, which is moved in another way: shut it down, run \"dsync sync vm:{name} DIR\" once more, then \"dsync promote --force \
+         --group\" where the replicas are, and start it there alone"
+    ))
+    .into())
 }
 
 /// Refuses the name of a machine where none is taken.
@@ -37,6 +94,23 @@ pub(crate) fn refuse_options(given: bool) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_group_of_a_machine_is_known_by_its_name() {
+        let uuid = "0123abcd-0000-4000-8000-000000000001";
+        for (name, is) in [("web1", "vm.web1"), ("my vm", "vm.my_vm-0123abcd"), ("a&b", "vm.a_b-0123abcd")] {
+            let group = group(&plain(name, uuid));
+            assert_eq!(group, is);
+            assert!(is_group_of(name, &group));
+        }
+        for (name, group) in
+            [("web1", "vm.web"), ("web1", "web1"), ("my vm", "vm.my_vm"), ("my vm", "vm.my_vm-1-0123abcd")]
+        {
+            assert!(!is_group_of(name, group), "{name} {group}");
+        }
+        let long = "x".repeat(60);
+        assert!(is_group_of(&long, &group(&plain(&long, uuid))));
+    }
 
     #[test]
     fn a_machine_is_told_from_a_path_on_a_host() {
