@@ -94,12 +94,14 @@ impl Job {
         }
     }
 
-    /// Has an interrupt end this run from now on.
+    /// Ends the job that a killed run left, and has an interrupt end this one from now on.
     ///
     /// # Errors
-    /// As [`Job::refuse_other`].
+    /// As [`Job::refuse_other`], and if it does not end.
     pub(super) fn enter(self) -> Result<Begun, Failure> {
         self.refuse_other()?;
+        // Beside it libvirt would wait half a minute before it refuses ours.
+        self.end()?;
         *current() = Some(self);
         Ok(Begun(()))
     }
@@ -132,7 +134,7 @@ impl Job {
                 return Ok(());
             };
             self.refuse_other()?;
-            // That of a run that was killed, whose request libvirt may have carried out only now.
+            // That of a run that was killed, whose request libvirt has carried out only now.
             if self.virsh.job()?.is_some() {
                 self.end()?;
                 continue;
