@@ -83,7 +83,7 @@ mod tests {
             .replace("type='qcow2'", "type='raw'")
             .replace("<source dev='/dev/vg/a'><seclabel model='dac'/></source>", "<source file='/r/vda&apos;s &amp; more.img'/>")
             .replace("<backingStore type='file'><source file='/base'/></backingStore>", "")
-            .replace("<target dev='vdb'/>", "<source file='/r/vdb&apos;s &amp; more.img'/><driver name='qemu' type='raw'/><target dev='vdb'/>");
+            .replace("<target dev='vdb'/>", "<driver name='qemu' type='raw'/><source file='/r/vdb&apos;s &amp; more.img'/><target dev='vdb'/>");
         assert_eq!(defined.text, expected);
         // The other form of an NVRAM.
         let text = "<domain><os><nvram type='file'><source file='/var/x'/></nvram></os></domain>";
