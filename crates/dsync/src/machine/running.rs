@@ -114,7 +114,9 @@ impl Machine<'_> {
                 Ok(()) => self.since(&path, &checkpoints)?,
             };
             let target = target.to_owned();
-            parts.push(Part { target, path, is_qcow2: image.is_qcow2, is_listed, since });
+            // What is beneath is known, whatever it is.
+            let is_qcow2 = image.is_qcow2 && path == image.path;
+            parts.push(Part { target, path, is_qcow2, is_listed, since });
         }
         Ok(parts)
     }
