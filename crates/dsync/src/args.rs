@@ -383,6 +383,8 @@ pub(crate) enum Command {
         which moment that would be\n  \
         dsync promote --group /srv/db\n      \
         all disks of a group, or none\n  \
+        dsync promote --force --group /srv/vms --define web1.xml\n      \
+        those of a VM, with its definition for \"virsh define\"\n  \
         dsync serve /srv/vm.raw --socket /run/vm.sock\n      \
         from then on it is a source like any other\n\n\
         A promoted replica accepts no deltas. Its term, which status shows, is one higher than that of the \
@@ -551,7 +553,7 @@ pub(crate) struct MomentArgs {
 impl MomentArgs {
     /// What is told of the moment; `None` if nothing is.
     pub(crate) fn told(&self, changes: ToldChanges) -> Option<Told> {
-        let told = Told { place: self.moment.clone(), name: self.called.clone(), changes, group: None };
+        let told = Told { place: self.moment.clone(), name: self.called.clone(), changes, ..Told::default() };
         (told.place.is_some() || told.name.is_some()).then_some(told)
     }
 }
@@ -1484,6 +1486,10 @@ pub(crate) struct Promote {
     /// Give up what the source wrote after the replica's epoch
     #[arg(long)]
     pub force: bool,
+    /// With --group, of a VM that was copied by "dsync sync vm:NAME": write its definition to this file, with the paths of these
+    /// replicas, for "virsh define"
+    #[arg(long, value_name = "FILE", requires = "group")]
+    pub define: Option<PathBuf>,
     /// Print what would be done and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,

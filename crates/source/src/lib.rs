@@ -56,7 +56,7 @@ pub use disk::clones::Around;
 #[doc(hidden)]
 pub use disk::discard::clear;
 pub use disk::export::unrecorded;
-pub use disk::moments::{ChangeList, LastMoment, Told, ToldChanges, last_moment, moment_of};
+pub use disk::moments::{ChangeList, LastMoment, Still, Told, ToldChanges, last_moment, moment_of};
 pub use error::SourceError;
 pub use forget::{forget_bookmark, forget_source, in_use};
 pub use gap::Gap;

@@ -963,7 +963,7 @@ impl Source {
         let moved =
             if clones::are_kept(&*self.folder)? { SourceError::NotAtRest } else { SourceError::Moved };
         let alive = move || match backing.identity() {
-            Ok(now) if now == before && watch.as_ref().is_none_or(WriteWatch::is_still) => Ok(()),
+            Ok(now) if now == before && watch.as_ref().is_none_or(WriteWatch::is_still) => backing.still(),
             Ok(_) => Err(io::Error::other(moved(path.clone()).to_string())),
             Err(e) => Err(io::Error::other(e.to_string())),
         };
@@ -1147,7 +1147,7 @@ fn open_disk(
     if let Some(export) = export {
         let disk = export.disk.clone();
         let backing: Box<dyn Backing> = match options.elsewhere() {
-            Some(_) => Box::new(MomentBacking::new(path, Box::new(export))?),
+            Some(_) => Box::new(MomentBacking::new(path, Box::new(export), options.told.as_ref())?),
             None => Box::new(export),
         };
         return Ok((disk, backing));
@@ -1155,7 +1155,8 @@ fn open_disk(
     if let Some(shown) = options.elsewhere() {
         let opening = device::Options { write: false, direct: options.direct, exclusive: false };
         let backing = PathBacking::new(device::identity(shown)?, folder.path(), Format::Raw);
-        return Ok((device::open(shown, &opening)?, Box::new(MomentBacking::new(path, Box::new(backing))?)));
+        let backing = MomentBacking::new(path, Box::new(backing), options.told.as_ref())?;
+        return Ok((device::open(shown, &opening)?, Box::new(backing)));
     }
     let backing = PathBacking::new(identity, folder.path(), format);
     let opening = device::Options { write: !options.read_only, direct: options.direct, exclusive: false };

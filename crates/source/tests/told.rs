@@ -73,7 +73,7 @@ impl Machine {
     }
 
     fn told(&self, name: &str, changes: ToldChanges) -> Option<Told> {
-        Some(Told { place: self.place.clone(), name: Some(name.into()), changes, group: None })
+        Some(Told { place: self.place.clone(), name: Some(name.into()), changes, ..Told::default() })
     }
 
     /// Takes a moment and closes the source. The epoch.

@@ -328,15 +328,10 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
     serving.wait_to_say("serving");
     serving.signal(Signal::TERM);
     assert!(serving.output(Duration::from_secs(20)).status.success());
-    far.dsync(["promote", "--force", "--group"]).arg(&folder).ok();
+    let there = far.path("there.xml");
+    far.dsync(["promote", "--force", "--group"]).arg(&folder).arg("--define").arg(&there).ok();
     assert!(one_moment([&of("vda.img"), &of("vdb.img")]) > last);
-    let there = carried
-        .replace(&site.path("a.qcow2").display().to_string(), &of("vda.img").display().to_string())
-        .replace(&site.path("b.raw").display().to_string(), &of("vdb.img").display().to_string())
-        .replace(&nvram.display().to_string(), &of(".nvram").display().to_string())
-        .replace("type='qcow2'", "type='raw'");
-    std::fs::write(far.path("there.xml"), there).expect("a definition");
-    other.virsh(["define"]).arg(far.path("there.xml")).ok();
+    other.virsh(["define"]).arg(&there).ok();
     other.on(ODD);
     // And back, into new files.
     other.virsh(["destroy", ODD]).ok();
@@ -356,17 +351,10 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
 fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
     let Some(world) = World::new("a VM by its name with a snapshot") else { return };
     world.sync();
-    let spec = format!("vda,snapshot=external,file={}", world.site.path("a.snap").display());
-    let snapshot = [
-        "snapshot-create-as",
-        VM,
-        "--disk-only",
-        "--no-metadata",
-        "--diskspec",
-        &spec,
-        "--diskspec",
-        "vdb,snapshot=no",
-    ];
+    let spec = |disk, file| format!("{disk},snapshot=external,file={}", world.site.path(file).display());
+    let (vda, vdb) = (spec("vda", "a.snap"), spec("vdb", "b.snap"));
+    let snapshot =
+        ["snapshot-create-as", VM, "--disk-only", "--no-metadata", "--diskspec", &vda, "--diskspec", &vdb];
     world.host.virsh(snapshot).ok();
     world.host.writes_on(VM);
     let said = world.sync().text();
@@ -379,8 +367,9 @@ fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
     world.host.virsh(["destroy", VM]).ok();
     world.run(&[]).code(4).says(&["vda of t1 has an image with another beneath"]);
     world.host.virsh(["start", VM]).ok();
-    world.host.virsh(["blockcommit", VM, "vda", "--active", "--pivot", "--wait"]).ok();
-    // The checkpoint of that moment is of the other disk alone, if of any.
+    for disk in ["vda", "vdb"] {
+        world.host.virsh(["blockcommit", VM, disk, "--active", "--pivot", "--wait"]).ok();
+    }
     assert!(world.sync_paused().contains("vda: compared: "));
     world.host.writes_on(VM);
     assert!(world.sync_paused().contains("vda: QEMU's bitmap since"));

@@ -14,6 +14,7 @@ use crate::commands::failover::{self, not_promoted, say_demotion, say_promotion,
 use crate::commands::group_command::tell;
 use crate::failure::{self, Failure};
 use crate::jobs::steering::Steering;
+use crate::machine;
 use crate::output::Output;
 use crate::reach::location::{self, Ends, Location};
 use crate::terms::machine_name;
@@ -50,7 +51,11 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         ),
     });
     output.summary(&promotion);
-    Ok(())
+    let files: Vec<String> = promotion.members.iter().map(|member| member.file.clone()).collect();
+    match args.define.as_ref().filter(|_| !args.dry_run) {
+        Some(to) => machine::define(&promotion.dir, &files, to, output),
+        None => Ok(()),
+    }
 }
 
 /// Says who shows the members of a group in a folder, as far as they are listed on this host.

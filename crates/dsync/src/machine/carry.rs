@@ -76,7 +76,7 @@ fn padded(definition: &str, least: usize) -> Vec<u8> {
 }
 
 /// Makes this the content of a file that its owner alone may read, and leaves one alone that has it already.
-fn put(path: &Path, content: &[u8]) -> io::Result<()> {
+pub(super) fn put(path: &Path, content: &[u8]) -> io::Result<()> {
     if std::fs::read(path).is_ok_and(|is| is == content) {
         return Ok(());
     }

@@ -43,6 +43,8 @@ pub(super) enum Answer {
 pub(super) struct Image {
     pub path: PathBuf,
     pub is_qcow2: bool,
+    /// Its number in this QEMU, which no other image that is opened there gets.
+    pub index: Option<String>,
     /// The images beneath it, from above, as after a snapshot.
     pub beneath: Vec<PathBuf>,
 }
@@ -104,11 +106,11 @@ impl Domain {
     }
 }
 
-fn children<'a, 'b>(node: Node<'a, 'b>, name: &'static str) -> impl Iterator<Item = Node<'a, 'b>> {
+pub(super) fn children<'a, 'b>(node: Node<'a, 'b>, name: &'static str) -> impl Iterator<Item = Node<'a, 'b>> {
     node.children().filter(move |child| child.has_tag_name(name))
 }
 
-fn child<'a, 'b>(node: Node<'a, 'b>, name: &'static str) -> Option<Node<'a, 'b>> {
+pub(super) fn child<'a, 'b>(node: Node<'a, 'b>, name: &'static str) -> Option<Node<'a, 'b>> {
     children(node, name).next()
 }
 
@@ -157,7 +159,8 @@ fn answer(node: Node<'_, '_>) -> Answer {
     let beneath = beneath(node);
     match format {
         "qcow2" | "raw" => {
-            Answer::Followed(Image { path: path.into(), is_qcow2: format == "qcow2", beneath })
+            let index = attribute("index").map(str::to_owned);
+            Answer::Followed(Image { path: path.into(), is_qcow2: format == "qcow2", index, beneath })
         }
         other => Answer::Refused(format!("of the format {other}, and not raw or qcow2")),
     }
@@ -197,7 +200,8 @@ mod tests {
     fn each_kind_of_disk_has_an_answer() {
         let image = |path: &str, is_qcow2, beneath: &[&str]| {
             let beneath = beneath.iter().map(PathBuf::from).collect();
-            Answer::Followed(Image { path: path.into(), is_qcow2, beneath })
+            let index = path.contains("a's").then(|| "1".to_owned());
+            Answer::Followed(Image { path: path.into(), is_qcow2, index, beneath })
         };
         let source = "<source file='/i/a&apos;s.img' index='1'/>";
         let qcow2 = "<driver name='qemu' type='qcow2'/>";

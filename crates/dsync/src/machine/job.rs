@@ -6,25 +6,31 @@
 //!
 //! - *The job is ours by its socket*, which is in the folder of this QEMU: one that a killed run left is ended by the next, and that of another
 //!   program is never touched. The lock of the machine keeps two runs apart.
-//! - *A checkpoint is kept as long as a disk counts from it*: one whose name is that of the last moment of a source. All others of ours go, after a
-//!   success as after a failure.
+//! - *A checkpoint is kept as long as a disk counts from it*: one whose name is that of the last moment of a source. All others that were made for this
+//!   state directory (`made.rs`) go, after a success as after a failure.
+//! - *A bitmap is believed only of an image that this very QEMU has had open since*: whoever writes to an image while the machine is off, or puts another
+//!   in its place, is not seen by it.
+//! - *The job is there when all was read*, which is asked before anything is committed: libvirt may end it for another.
 
 use std::collections::BTreeSet;
+use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use roxmltree::Document;
-use source::StateDir;
+use source::{StateDir, Still};
 
 use super::domain::Domain;
+use super::made::Made;
 use super::virsh::{Virsh, quoted, quoted_path};
 use crate::failure::Failure;
 
 /// How long a job may take to end.
 const ENDS_WITHIN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// What the names of our checkpoints begin with, before the year.
+/// What the names of our checkpoints begin with.
 const OURS: &str = "dsync-";
 
 /// The run that an interrupt would end.
@@ -38,6 +44,8 @@ pub(super) struct Part {
     pub is_qcow2: bool,
     /// libvirt keeps checkpoints of it.
     pub is_listed: bool,
+    /// Names the image as it is open in this QEMU; `None` if that is not known.
+    pub mark: Option<String>,
     pub since: Result<String, String>,
 }
 
@@ -49,6 +57,8 @@ pub(super) struct Job {
     /// Where QEMU keeps what is overwritten meanwhile: a path to which `TARGET.scratch` is added.
     scratch: String,
     state: StateDir,
+    /// The machine's name where only some characters are allowed.
+    plain: String,
     /// Those by which its disks may be known.
     paths: Vec<PathBuf>,
 }
@@ -61,7 +71,11 @@ impl Job {
     ///
     /// # Errors
     /// If the folder of its QEMU is not found.
-    pub(super) fn of(domain: &Domain, scratch: Option<&Path>, state: &StateDir) -> Result<Job, Failure> {
+    pub(super) fn of(
+        (domain, plain): (&Domain, &str),
+        scratch: Option<&Path>,
+        state: &StateDir,
+    ) -> Result<Job, Failure> {
         let folder = folder(domain)?;
         let scratch = match scratch {
             Some(folder) => folder.join(format!("dsync-{}-", domain.uuid)),
@@ -73,6 +87,7 @@ impl Job {
             socket: folder.join("dsync.sock"),
             scratch: scratch.to_string_lossy().into_owned(),
             state: state.clone(),
+            plain: plain.to_owned(),
             paths: domain.followed().flat_map(|(_, image)| image.chain().cloned()).collect(),
         })
     }
@@ -94,12 +109,14 @@ impl Job {
         }
     }
 
-    /// Has an interrupt end this run from now on.
+    /// Ends the job that a killed run left, and has an interrupt end this one from now on.
     ///
     /// # Errors
-    /// As [`Job::refuse_other`].
+    /// As [`Job::refuse_other`], and if it does not end.
     pub(super) fn enter(self) -> Result<Begun, Failure> {
         self.refuse_other()?;
+        // Beside it libvirt would wait half a minute before it refuses ours.
+        self.end()?;
         *current() = Some(self);
         Ok(Begun(()))
     }
@@ -128,11 +145,15 @@ impl Job {
     fn begin(&self, parts: &mut [Part], name: &str) -> Result<(), Failure> {
         loop {
             let checkpoint = parts.iter().any(|part| part.is_listed).then(|| checkpoint(parts, name));
+            // Before it is made: what is on no list is never deleted.
+            let marks = parts.iter().filter(|part| part.is_listed);
+            let marks = marks.map(|part| (&*part.target, part.mark.as_deref().unwrap_or_default()));
+            Made::of(&self.state, &self.plain).add(name, marks)?;
             let Err(why) = self.virsh.begin(&self.backup(parts), checkpoint.as_deref())? else {
                 return Ok(());
             };
             self.refuse_other()?;
-            // That of a run that was killed, whose request libvirt may have carried out only now.
+            // That of a run that was killed, whose request libvirt has carried out only now.
             if self.virsh.job()?.is_some() {
                 self.end()?;
                 continue;
@@ -180,8 +201,10 @@ impl Job {
             let moment = source::last_moment(&self.state, path).map_err(|error| error.to_string())?;
             wanted.extend(moment.and_then(|moment| moment.name));
         }
+        let mut made = Made::of(&self.state, &self.plain);
         let mut wrong = Vec::new();
-        for name in checkpoints.iter().filter(|name| is_ours(name) && !wanted.contains(*name)) {
+        let ours = made.names();
+        for name in checkpoints.iter().filter(|name| ours.contains(&***name) && !wanted.contains(*name)) {
             let mut deleted = self.virsh.delete_checkpoint(name, false).map_err(said)?;
             // Of a QEMU that was killed there is the name alone.
             if deleted.as_ref().is_err_and(|why| why.contains(&format!("bitmap '{name}' not found"))) {
@@ -194,6 +217,8 @@ impl Job {
                 )
             }));
         }
+        let left = self.virsh.checkpoints().map_err(said)?.into_iter().collect();
+        made.keep(&left).map_err(said)?;
         Ok(wrong)
     }
 
@@ -231,6 +256,20 @@ impl Begun {
         device::ExportUri { server, export: target.to_owned() }.to_string().into()
     }
 
+    /// Asks whether the job still shows its moment: what is read after its end is the present.
+    pub(super) fn still(&self) -> Option<Still> {
+        let held = current();
+        let job = held.as_ref()?;
+        let (virsh, socket, machine) = (job.virsh.clone(), job.socket.clone(), job.machine.clone());
+        Some(Still(Arc::new(move || match virsh.job() {
+            Ok(Some(job)) if socket_of(&job).as_deref() == Some(&*socket) => Ok(()),
+            Ok(_) => Err(io::Error::other(format!(
+                "the backup job of {machine} ended while its disks were read: run the sync again"
+            ))),
+            Err(error) => Err(io::Error::other(error.to_string())),
+        })))
+    }
+
     /// Ends the job and tidies up. Returns what is left.
     ///
     /// # Errors
@@ -260,6 +299,13 @@ pub(crate) fn end_interrupted() {
 
 fn current() -> MutexGuard<'static, Option<Job>> {
     CURRENT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Names the QEMU of a machine: its folder is made as it starts. `None` where the file system does not tell when that was.
+pub(super) fn qemu(domain: &Domain) -> Option<String> {
+    let folder = folder(domain).ok()?.metadata().ok()?;
+    let made = folder.created().ok()?.duration_since(UNIX_EPOCH).ok()?;
+    Some(format!("{}-{}", folder.ino(), made.as_nanos()))
 }
 
 /// The folder to which QEMU may write, and which libvirt removes when QEMU has ended.
@@ -309,22 +355,14 @@ pub(super) fn name_at(since_1970: Duration) -> String {
     format!("{OURS}{day}T{hour:02}{minute:02}{second:02}.{nanos:09}")
 }
 
-/// True of a name that [`name_at`] gave.
-fn is_ours(name: &str) -> bool {
-    name.strip_prefix(OURS).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn moments_are_named_by_their_time_and_known_as_ours() {
+    fn moments_are_named_by_their_time() {
         let name = name_at(Duration::new(1_795_747_501, 42));
         assert_eq!(name, "dsync-2026-11-27T024501.000000042");
-        assert!(is_ours(&name));
-        // Those of a script for one disk, and of other programs.
-        assert!(!is_ours("dsync-vda-20261127T024501.1") && !is_ours("nightly") && !is_ours("dsync-"));
     }
 
     #[test]

@@ -7,15 +7,17 @@
 //! - Its *definition*, and its NVRAM, are members as well (`carry.rs`): read before and after the moment, and the same.
 
 mod carry;
+mod define;
 mod domain;
 mod job;
+mod made;
 mod resting;
 mod running;
 mod virsh;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use device::{Dir, FolderLock};
 use serde::Serialize;
 use source::{SourceOptions, StateDir};
@@ -33,6 +35,7 @@ use virsh::Virsh;
 
 /// Of a disk that is no source yet.
 const NEW: &str = "it was not synced yet";
+
 /// The names of the machines on this host. Of a user's own libvirt, which a question would start, none is known.
 pub(crate) fn names() -> Vec<String> {
     let is_asked = rustix::process::geteuid().is_root() || std::env::var_os("LIBVIRT_DEFAULT_URI").is_some();
@@ -99,6 +102,7 @@ fn check(args: &args::Sync) -> Result<(), Failure> {
         ("--moment", args.told.at.moment.is_some()),
         ("--as", args.told.at.called.is_some()),
         ("--changes", args.told.changes.is_some()),
+        ("--format", args.begin.format.is_some()),
         ("--keep-going", args.keep_going),
         ("--digests", args.digests.is_some()),
         ("--journal-dir", args.far.journal_dir.is_some()),
@@ -267,3 +271,39 @@ impl<'a> Machine<'a> {
 
 /// What a sync of a group did; `None` if nothing was to be done.
 type Pushed = Option<(GroupSummary, Vec<Summary>)>;
+
+/// Writes the definition that came with the replicas in a folder, which have these names, to a file, with their paths in it.
+///
+/// # Errors
+/// If there is none, and if the file cannot be written.
+pub(crate) fn define(dir: &Path, files: &[String], to: &Path, output: &Output) -> Result<()> {
+    let Some(name) = files.iter().find_map(|file| file.strip_suffix(".xml")) else {
+        return Err(Failure::refused(format!(
+            "there is no definition of a VM in {}: --define is for the replicas of \"dsync sync vm:NAME\"",
+            dir.display()
+        ))
+        .into());
+    };
+    let carried = dir.join(format!("{name}.xml"));
+    let failed = |path: &Path| format!("cannot define the VM of {}: {}", carried.display(), path.display());
+    let text = std::fs::read_to_string(&carried).with_context(|| failed(&carried))?;
+    let image = |target: &str| {
+        let file = files.iter().find(|file| {
+            let rest = file.strip_prefix(name).and_then(|rest| rest.strip_prefix('-')?.strip_prefix(target));
+            rest.is_some_and(|rest| rest.starts_with('.') && rest.ends_with(".img"))
+        });
+        file.map(|file| dir.join(file))
+    };
+    let nvram = Some(format!("{name}.nvram")).filter(|file| files.contains(file)).map(|file| dir.join(file));
+    let defined = define::with_images(&text, image, nvram.as_deref())
+        .map_err(|why| anyhow::anyhow!("{} is not the definition of a VM: {why}", carried.display()))?;
+    carry::put(to, defined.text.trim_end().as_bytes()).with_context(|| failed(to))?;
+    for disk in &defined.left {
+        output.warn(&format!(
+            "{disk} is none of the replicas: its path in {} is that of the old host",
+            to.display()
+        ));
+    }
+    output.say(&format!("the VM is defined by {0}, with these disks: \"virsh define {0}\"", to.display()));
+    Ok(())
+}

@@ -12,7 +12,8 @@ use sync::CutHook as _;
 
 use super::carry::Carried;
 use super::domain::{Domain, Image};
-use super::job::{Begun, Job, Part, name_at};
+use super::job::{self, Begun, Job, Part, name_at};
+use super::made::Made;
 use super::{Machine, NEW, Pushed};
 use crate::commands::group_command::GroupSync;
 use crate::commands::sync_command::TRACKED;
@@ -26,7 +27,7 @@ const HEAD: usize = 8;
 impl Machine<'_> {
     /// Brings the replicas to the present moment of the machine.
     pub(super) fn sync_running(&self, sync: &GroupSync<'_>) -> Result<Pushed> {
-        let job = Job::of(&self.domain, self.args.machine.scratch.as_deref(), self.state)?;
+        let job = Job::of((&self.domain, &self.name), self.args.machine.scratch.as_deref(), self.state)?;
         if self.args.dry_run {
             job.refuse_other()?;
             self.say_left_out();
@@ -47,7 +48,7 @@ impl Machine<'_> {
                 Err(why) => ToldChanges::Lost(why.clone()),
             };
             let (place, group) = (Some(begun.place(&part.target)), Some(self.group.clone()));
-            let told = Some(Told { place, name: Some(name.clone()), changes, group });
+            let told = Some(Told { place, name: Some(name.clone()), changes, group, still: begun.still() });
             let format = part.is_qcow2.then_some(Format::Qcow2);
             let options = SourceOptions { told, format, ..SourceOptions::default() };
             members.push(self.member(&part.target, &part.path, options)?);
@@ -104,6 +105,7 @@ impl Machine<'_> {
     /// The disks, each with the checkpoint from which its changes can be told.
     fn parts(&self) -> Result<Vec<Part>> {
         let checkpoints = self.virsh.checkpoints()?;
+        let (qemu, made) = (job::qemu(&self.domain), Made::of(self.state, &self.name));
         let mut parts = Vec::new();
         for (target, image) in self.disks() {
             let listed = listed(image);
@@ -113,8 +115,18 @@ impl Machine<'_> {
                 Err(why) => Err(why.to_owned()),
                 Ok(()) => self.since(&path, &checkpoints)?,
             };
+            let mark = qemu.as_ref().zip(image.index.as_ref()).map(|(qemu, index)| format!("{qemu}-{index}"));
+            let is_open = |since: &str| mark.as_ref().is_some_and(|mark| made.has(since, target, mark));
+            let since = match since {
+                Ok(since) if !is_open(&since) => {
+                    Err("its QEMU was started, or its image opened, after its last sync".into())
+                }
+                since => since,
+            };
             let target = target.to_owned();
-            parts.push(Part { target, path, is_qcow2: image.is_qcow2, is_listed, since });
+            // What is beneath is known, whatever it is.
+            let is_qcow2 = image.is_qcow2 && path == image.path;
+            parts.push(Part { target, path, is_qcow2, is_listed, mark, since });
         }
         Ok(parts)
     }

@@ -8,6 +8,7 @@
 //! itself.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -60,6 +61,10 @@ pub trait Backing: Send + Sync {
     /// Where it is, if that is not the source's path.
     fn elsewhere(&self) -> Option<&Path> {
         None
+    }
+    /// Fails if what was read so far may not have been one moment, of a disk that another program shows.
+    fn still(&self) -> io::Result<()> {
+        Ok(())
     }
     /// Detects writes by other programs from now on; `None` if the identity shows them.
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {

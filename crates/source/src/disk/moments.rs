@@ -12,7 +12,9 @@
 //!   two moments with one name and lists of the same ranges, the second counts as the first.
 //!   A bitmap of QEMU is refused then: it is read anew, and its ranges are so coarse that other writes leave them the same.
 
+use std::fmt;
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,6 +46,18 @@ pub struct Told {
     pub changes: ToldChanges,
     /// The group of which this is the moment of one disk. A list that does not fit is no error then: that disk is compared.
     pub group: Option<String>,
+    /// Says why the moment is shown no more. `None`: nobody ends it while it is read.
+    pub still: Option<Still>,
+}
+
+/// Asks who shows a moment whether what was read so far was that moment. Its error says why not.
+#[derive(Clone)]
+pub struct Still(pub Arc<dyn Fn() -> io::Result<()> + Send + Sync>);
+
+impl fmt::Debug for Still {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Still")
+    }
 }
 
 /// What is said of the writes to a source since its last epoch.
@@ -444,13 +458,18 @@ pub(crate) struct MomentBacking {
     place: PathBuf,
     /// The source's path.
     path: PathBuf,
+    still: Option<Still>,
 }
 
 impl MomentBacking {
     /// What is shown stands for the source at a path.
-    pub(crate) fn new(path: PathBuf, shown: Box<dyn Backing>) -> Result<MomentBacking, SourceError> {
+    pub(crate) fn new(
+        path: PathBuf,
+        shown: Box<dyn Backing>,
+        told: Option<&Told>,
+    ) -> Result<MomentBacking, SourceError> {
         let place = shown.identity()?.path;
-        Ok(MomentBacking { shown, place, path })
+        Ok(MomentBacking { shown, place, path, still: told.and_then(|told| told.still.clone()) })
     }
 }
 
@@ -475,5 +494,8 @@ impl Backing for MomentBacking {
     }
     fn elsewhere(&self) -> Option<&Path> {
         Some(&self.place)
+    }
+    fn still(&self) -> io::Result<()> {
+        self.still.as_ref().map_or(Ok(()), |Still(asked)| asked())
     }
 }

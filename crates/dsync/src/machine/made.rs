@@ -1,0 +1,82 @@
+//! The checkpoints that were made of a machine for this state directory, and of which disk in which QEMU each has a bitmap. The name of a bitmap
+//! is the same in all images of a machine, and comes along where an image is copied: by the name alone, that of another disk would be believed.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use source::StateDir;
+
+use super::carry;
+use crate::failure::Failure;
+
+/// A checkpoint of a disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Entry {
+    checkpoint: String,
+    disk: String,
+    /// Names the QEMU, and the image as it was opened there.
+    mark: String,
+}
+
+/// The list of a machine.
+pub(super) struct Made {
+    path: PathBuf,
+    entries: Vec<Entry>,
+}
+
+impl Made {
+    /// Reads the list of the machine with this plain name. One that cannot be read is empty: what it had is compared.
+    pub(super) fn of(state: &StateDir, machine: &str) -> Made {
+        let path = state.machines_folder().join(format!("{machine}.checkpoints"));
+        let entries = std::fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok());
+        Made { path, entries: entries.unwrap_or_default() }
+    }
+
+    /// True if the checkpoint is of this disk, as it is open now.
+    pub(super) fn has(&self, checkpoint: &str, disk: &str, mark: &str) -> bool {
+        let is = |entry: &Entry| (&*entry.checkpoint, &*entry.disk, &*entry.mark) == (checkpoint, disk, mark);
+        self.entries.iter().any(is)
+    }
+
+    /// The names of the checkpoints.
+    pub(super) fn names(&self) -> BTreeSet<&str> {
+        self.entries.iter().map(|entry| &*entry.checkpoint).collect()
+    }
+
+    /// Adds a checkpoint that is about to be made of these disks, with their marks.
+    ///
+    /// # Errors
+    /// If the list cannot be written.
+    pub(super) fn add<'a>(
+        &mut self,
+        checkpoint: &str,
+        disks: impl Iterator<Item = (&'a str, &'a str)>,
+    ) -> Result<(), Failure> {
+        let (disks, checkpoint) = (disks.collect::<Vec<_>>(), checkpoint.to_owned());
+        let new = disks.into_iter().map(|(disk, mark)| Entry {
+            checkpoint: checkpoint.clone(),
+            disk: disk.to_owned(),
+            mark: mark.to_owned(),
+        });
+        self.entries.extend(new);
+        self.write()
+    }
+
+    /// Forgets all but these checkpoints.
+    ///
+    /// # Errors
+    /// If the list cannot be written.
+    pub(super) fn keep(&mut self, checkpoints: &BTreeSet<String>) -> Result<(), Failure> {
+        self.entries.retain(|entry| checkpoints.contains(&entry.checkpoint));
+        self.write()
+    }
+
+    fn write(&self) -> Result<(), Failure> {
+        let text = serde_json::to_vec(&self.entries).unwrap_or_default();
+        let folder = self.path.parent().map(device::Dir::open).transpose();
+        folder
+            .and_then(|_| carry::put(&self.path, &text))
+            .map_err(|error| Failure::failed(format!("cannot write {}: {error}", self.path.display())))
+    }
+}
