@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use delta::Epoch;
 use device::{Disk, Identity, RamDisk};
 use extents::{Bitmap, Extents};
 use source::{
-    About, Backing, Boot, ChangeList, Position, Source, SourceError, SourceOptions, Told, ToldChanges,
+    About, Backing, Boot, ChangeList, Handle, Position, Source, SourceError, SourceOptions, StateDir, Still,
+    Told, ToldChanges,
 };
 use testing::faulty::{FaultyFolder, Keep, Outage, Power};
 use uuid::Uuid;
@@ -167,4 +169,26 @@ fn of_a_group_what_does_not_fit_is_compared_and_never_refused() {
     // One that fits.
     machine.take(&calm(), of_group(machine.told("s3", list("s2", 9)))).unwrap();
     assert_eq!(machine.changed(third), Some(vec![9]));
+}
+
+/// Who shows a moment may end that while it is read, and show the present.
+#[test]
+fn what_was_read_counts_only_while_its_moment_is_shown() {
+    let temp = tempfile::tempdir().unwrap();
+    let [image, moment] = ["vm.raw", "moment.raw"].map(|name| temp.path().join(name));
+    for file in [&image, &moment] {
+        std::fs::File::create(file).unwrap().set_len(1 << 20).unwrap();
+    }
+    let shown = Arc::new(AtomicBool::new(true));
+    let asked = shown.clone();
+    let ended = move || if asked.load(SeqCst) { Ok(()) } else { Err(std::io::Error::other("it has ended")) };
+    let still = Some(Still(Arc::new(ended)));
+    let told = Some(Told { place: Some(moment), name: Some("m".into()), still, ..Told::default() });
+    let options = SourceOptions { told, ..SourceOptions::default() };
+    let state = StateDir::find(Some(&temp.path().join("state")));
+    let handle = Handle::attach(&state, &image.to_string_lossy(), &options).unwrap();
+    let view = handle.view(false).unwrap();
+    view.verify().unwrap();
+    shown.store(false, SeqCst);
+    assert_eq!(view.verify().unwrap_err().to_string(), "it has ended");
 }

@@ -84,7 +84,19 @@ impl Domain {
             child(*tpm, "backend").is_some_and(|backend| backend.attribute("type") == Some("emulator"))
         };
         let tpm = devices.and_then(|devices| child(devices, "tpm")).filter(emulated);
-        let also = tpm.map(|_| "the state of its TPM").into_iter();
+        let has = |name| devices.is_some_and(|devices| child(devices, name).is_some());
+        let is_nvdimm = |memory: Node<'_, '_>| memory.attribute("model") == Some("nvdimm");
+        let also = [
+            (tpm.is_some(), "the state of its TPM"),
+            (has("hostdev"), "devices of this host"),
+            (has("filesystem"), "its shared folders"),
+            (devices.is_some_and(|devices| children(devices, "memory").any(is_nvdimm)), "its NVDIMM"),
+            (
+                child(root, "os").is_some_and(|os| child(os, "kernel").is_some()),
+                "its kernel, a file of this host",
+            ),
+        ];
+        let also = also.into_iter().filter_map(|(needed, what)| needed.then_some(what));
         let nvram_of_other =
             nvram.filter(|node| file(*node).is_none()).map(|_| "its NVRAM, which is not in a file");
         Ok(Domain {

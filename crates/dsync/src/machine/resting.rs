@@ -53,9 +53,7 @@ impl Machine<'_> {
         for ((target, image), handle) in self.disks().zip(group.members()) {
             let known = handle.last_epoch()?.is_some();
             let (how, why) = match handle.lost()? {
-                Some(_) if self.ran(&image.path)? => {
-                    ("compared", "its last sync was one of the VM as it ran".into())
-                }
+                Some(_) if self.ran(&image.path)? => ("compared", "the VM ran at its last sync".into()),
                 Some(why) => ("compared", why.to_string()),
                 None if known => {
                     ("still", "the VM is off, and nothing was written since its last sync".into())

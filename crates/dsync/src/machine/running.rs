@@ -32,7 +32,7 @@ impl Machine<'_> {
             job.refuse_other()?;
             self.say_left_out();
             self.say_parts(&self.parts()?);
-            self.output.say("nothing was begun: how much each disk has to send is known in the sync alone");
+            self.output.say("nothing was changed: how much has to be sent is known only during a sync");
             return Ok(None);
         }
         let begun = job.enter()?;
@@ -62,6 +62,13 @@ impl Machine<'_> {
         self.say_parts(&parts);
         let mut pushed = sync.run(group, false)?;
         let left = begun.end()?;
+        let condition = self.virsh.condition()?;
+        if condition.contains("I/O error") {
+            self.output.warn(&format!(
+                "{0} is {condition}: its scratch file may have found no room. Free some, and run \"virsh resume {0}\"",
+                self.domain.name
+            ));
+        }
         left.iter().for_each(|left| self.output.warn(left));
         let members = pushed.iter_mut().flat_map(|(_, members)| members);
         for (member, _) in members.zip(&parts).filter(|(_, part)| part.since.is_ok()) {
@@ -135,7 +142,7 @@ impl Machine<'_> {
     fn since(&self, path: &Path, checkpoints: &[String]) -> Result<Result<String, String>> {
         let Some(moment) = source::last_moment(self.state, path)? else {
             let known = self.state.source(&path.to_string_lossy())?.is_some();
-            let why = if known { "its last sync was not one of the VM as it ran" } else { NEW };
+            let why = if known { "the VM was off at its last sync" } else { NEW };
             return Ok(Err(why.into()));
         };
         Ok(match moment.name.filter(|_| moment.elsewhere) {

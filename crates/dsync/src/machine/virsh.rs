@@ -25,6 +25,13 @@ pub(super) struct Virsh {
 /// # Errors
 /// If there is none, and if libvirt cannot be asked.
 pub(super) fn look_up(name: &str) -> Result<String, Failure> {
+    let uri = std::env::var("LIBVIRT_DEFAULT_URI").unwrap_or_default();
+    let host = uri.split_once("://").and_then(|(_, rest)| rest.split('/').next());
+    if host.is_some_and(|host| !host.is_empty()) {
+        return Err(Failure::refused(format!(
+            "LIBVIRT_DEFAULT_URI ({uri}) is the libvirt of another host, and the disks are read here: run this on that host"
+        )));
+    }
     virsh("dumpxml", &[&format!("--domain={name}")])?.map_err(|why| {
         if why.contains("failed to connect") || why.contains("Failed to connect") {
             return Failure::failed(format!(
@@ -57,6 +64,15 @@ impl Virsh {
     /// What virsh says.
     pub(super) fn text(&self) -> Result<String, Failure> {
         self.ask("dumpxml", &[])?.map_err(|why| failed("tell how the VM runs", &why))
+    }
+
+    /// What the domain does, in one word, and why, such as `paused (I/O error)`.
+    ///
+    /// # Errors
+    /// What virsh says.
+    pub(super) fn condition(&self) -> Result<String, Failure> {
+        let said = self.ask("domstate", &["--reason"])?;
+        said.map(|text| text.trim().to_owned()).map_err(|why| failed("tell whether the VM runs", &why))
     }
 
     /// The text that defines the domain anew, with its passwords.

@@ -104,7 +104,7 @@ impl View {
 
     /// Waits for the guest, unless what is saved meanwhile may not suffice for that.
     fn give_way(&self, bytes: usize, first: impl FnOnce()) {
-        if !self.saved.as_ref().is_some_and(|saved| saved.kept_bytes() >= saved.limit() / 2) {
+        if self.saved.as_ref().is_none_or(|saved| saved.kept_bytes() < saved.limit() / 2) {
             self.courtesy.wait(bytes as u64, first);
         }
     }
