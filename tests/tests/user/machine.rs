@@ -481,28 +481,41 @@ fn a_vm_that_was_promoted_is_followed_where_it_is() {
     world.host.virsh(["destroy", VM]).ok();
     world.sync();
     let (far, other) = (Site::new(), Libvirt::start());
-    far.dsync(["promote", "--force", "--group"]).arg(world.replica(".vm.t1.dsync-group")).ok();
-    let mut there = std::fs::read_to_string(world.replica("t1.xml")).expect("the definition");
-    for (image, replica) in ["a.qcow2", "b.raw"].into_iter().zip(world.disks()) {
-        there = there.replace(&world.site.path(image).display().to_string(), &replica.display().to_string());
-    }
     let definition = far.path("there.xml");
-    std::fs::write(&definition, there.replace("type='qcow2'", "type='raw'")).expect("a definition");
+    let promote = |site: &Site, folder: &std::path::Path| {
+        let promote = site.dsync(["promote", "--force", "--group"]).arg(folder.join(".vm.t1.dsync-group"));
+        promote.arg("--define").arg(&definition).ok();
+    };
+    promote(&far, &world.replicas);
     other.virsh(["define"]).arg(&definition).ok();
     other.on(VM);
-    let onward = far.path("onward");
-    std::fs::create_dir(&onward).expect("a folder");
+    let back = far.path("back");
+    std::fs::create_dir(&back).expect("a folder");
+    let sync = || {
+        other.run(&far, binary()).args(["sync", "vm:t1"]).arg(&back).ok();
+        for disk in world.disks() {
+            dsync_tests::image::assert_equal(&disk, &back.join(disk.file_name().expect("a name")));
+        }
+    };
     for _ in 0..3 {
         other.virsh(["suspend", VM]).ok();
-        other.run(&far, binary()).args(["sync", "vm:t1"]).arg(&onward).ok();
-        for disk in world.disks() {
-            dsync_tests::image::assert_equal(&disk, &onward.join(replica_of(&disk)));
-        }
+        sync();
         other.virsh(["resume", VM]).ok();
         other.writes_on(VM);
     }
-}
-
-fn replica_of(disk: &std::path::Path) -> &std::ffi::OsStr {
-    disk.file_name().expect("a name")
+    other.virsh(["destroy", VM]).ok();
+    sync();
+    // And back, once what was here before is given up.
+    for old in ["a.qcow2", "b.raw", "state/machines/t1.xml"] {
+        world.dsync(&["forget"]).arg(world.site.path(old)).ok();
+    }
+    promote(&world.site, &back);
+    world.host.virsh(["undefine", "--checkpoints-metadata", VM]).ok();
+    world.host.virsh(["define"]).arg(&definition).ok();
+    world.host.on(VM);
+    let onward = world.site.path("onward");
+    std::fs::create_dir(&onward).expect("a folder");
+    for _ in 0..2 {
+        world.dsync(&["sync", "vm:t1"]).arg(&onward).ok();
+    }
 }
