@@ -429,6 +429,9 @@ fn a_job_of_a_vm_has_its_hook_around_the_moment() {
     // With a job from the cut on, and without one at the end.
     assert_eq!(words, [("begin", true), ("cut", false), ("end", true)]);
     world.clean();
+    // What the job is to copy is known by the name of the VM.
+    let healthy = world.dsync(&["status", "--check"]).output();
+    assert!(healthy.status.success(), "{healthy}");
 }
 
 /// The bitmaps of all images of a VM have one name, and come along where an image is copied.
