@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
@@ -74,7 +75,16 @@ impl Loop {
 
 impl Drop for Loop {
     fn drop(&mut self) {
+        let name = self.0.file_name().unwrap_or_default();
+        let place = Path::new("/sys/block").join(name).join("loop/backing_file");
+        let file = || std::fs::read(&place).ok();
+        let was = file();
         run("losetup", ["--detach".as_ref(), self.0.as_os_str()]);
+        // The kernel lets go of it once the last who looks at the device has closed it.
+        let until = Instant::now() + Duration::from_secs(10);
+        while was.is_some() && file() == was && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 }
 

@@ -130,7 +130,10 @@ fn a_kill_of_qemu_costs_a_comparison() {
 fn a_vm_that_is_off_is_read_once_and_does_not_start_meanwhile() {
     let Some(world) = World::new("a VM by its name that is off") else { return };
     world.host.virsh(["destroy", VM]).ok();
-    let mut running = world.run(&["--bwlimit", "2M"]).start();
+    // Enough for some seconds, however little its guest has written.
+    let image = world.site.path("a.qcow2");
+    Run::new("qemu-io").args(["-f", "qcow2", "-c", "write -q -P 7 32M 24M"]).arg(image).ok();
+    let mut running = world.run(&["--bwlimit", "1M"]).start();
     until("the first copy is under way", || {
         assert!(running.ended().is_none(), "it ended: {}", running.stderr_so_far());
         world.replica("t1-vda.img.partial").exists()
