@@ -1,10 +1,11 @@
 //! What a machine needs besides its disks, as files of the state directory: they are sources like any other, and committed with the disks.
 
-use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs::Permissions;
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
 use source::StateDir;
 
 use super::domain::Domain;
@@ -13,6 +14,8 @@ use crate::failure::Failure;
 
 /// The definition's file has a multiple of these bytes, so that it seldom changes its size.
 const STEP: usize = 64 << 10;
+/// There are passwords in it.
+const MODE: u32 = 0o600;
 
 /// The definition and the NVRAM of a machine, as of one moment.
 #[derive(Debug, PartialEq, Eq)]
@@ -75,12 +78,20 @@ fn padded(definition: &str, least: usize) -> Vec<u8> {
     bytes
 }
 
-/// Makes this the content of a file that its owner alone may read, and leaves one alone that has it already.
+/// Makes this the content of a file that its owner alone may read, and leaves one alone that has it already. What is under that name may be another
+/// user's: nothing is followed, or written to that is.
 pub(super) fn put(path: &Path, content: &[u8]) -> io::Result<()> {
-    if std::fs::read(path).is_ok_and(|is| is == content) {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let name = path.file_name().and_then(|name| name.to_str()).ok_or(io::ErrorKind::InvalidFilename)?;
+    let mut file = device::Dir::existing(folder)?.file(name, OFlags::RDWR | OFlags::CREATE, MODE)?;
+    if file.metadata()?.permissions().mode() & 0o077 != 0 {
+        file.set_permissions(Permissions::from_mode(MODE))?;
+    }
+    let mut is = Vec::new();
+    file.read_to_end(&mut is)?;
+    if is == content {
         return Ok(());
     }
-    let file: File = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
     file.write_all_at(content, 0)?;
     file.set_len(content.len() as u64)?;
     file.sync_all()
@@ -103,7 +114,21 @@ mod tests {
             assert_eq!(read.trim_end(), text.trim_end());
             assert!(roxmltree::Document::parse(&read).is_ok());
         }
-        let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
+        let mode = path.metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn what_has_passwords_is_open_to_nobody_else_and_goes_through_no_link() {
+        let temp = tempfile::tempdir().unwrap();
+        let [open, target, link] = ["open", "target", "link"].map(|name| temp.path().join(name));
+        std::fs::write(&open, "was").unwrap();
+        std::fs::set_permissions(&open, Permissions::from_mode(0o644)).unwrap();
+        put(&open, b"<domain/>").unwrap();
+        assert_eq!(open.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        std::fs::write(&target, "kept").unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        assert!(put(&link, b"<domain/>").unwrap_err().to_string().contains("symbolic link"));
+        assert_eq!(std::fs::read(&target).unwrap(), b"kept");
     }
 }
