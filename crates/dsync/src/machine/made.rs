@@ -2,12 +2,11 @@
 //! is the same in all images of a machine, and comes along where an image is copied: by the name alone, that of another disk would be believed.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use source::StateDir;
 
-use super::carry;
 use crate::failure::Failure;
 
 /// A checkpoint of a disk.
@@ -72,11 +71,12 @@ impl Made {
         self.write()
     }
 
+    /// Replaces the list as a whole: a part of one would be none.
     fn write(&self) -> Result<(), Failure> {
         let text = serde_json::to_vec(&self.entries).unwrap_or_default();
-        let folder = self.path.parent().map(device::Dir::open).transpose();
-        folder
-            .and_then(|_| carry::put(&self.path, &text))
-            .map_err(|error| Failure::failed(format!("cannot write {}: {error}", self.path.display())))
+        let folder = self.path.parent().unwrap_or(Path::new("/"));
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let replaced = device::Dir::open(folder).and_then(|dir| device::replace(&dir, &name, &text));
+        replaced.map_err(|error| Failure::failed(format!("cannot write {}: {error}", self.path.display())))
     }
 }
