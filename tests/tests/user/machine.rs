@@ -389,14 +389,53 @@ fi
 exec /usr/bin/virsh "$@"
 "#;
 
+/// The same, but once there is this file, no job is told of.
+const ENDED: &str = r#"#!/bin/sh
+if [ "$2" = backup-dumpxml ] && [ -e "$ONCE" ]; then
+    echo "error: no domain backup job" >&2
+    exit 1
+fi
+exec /usr/bin/virsh "$@"
+"#;
+
+impl World {
+    /// The PATH with which this script stands before virsh.
+    fn before_virsh(&self, script: &str) -> String {
+        let bin = self.site.path("bin");
+        std::fs::create_dir(&bin).expect("a folder");
+        std::fs::write(bin.join("virsh"), script).expect("a virsh");
+        Run::new("chmod").arg("+x").arg(bin.join("virsh")).ok();
+        format!("{}:/usr/bin:/bin", bin.display())
+    }
+}
+
+/// QEMU goes on to answer who reads, but shows the present.
+#[test]
+fn what_was_read_of_a_job_that_has_ended_is_not_committed() {
+    let Some(world) = World::new("a VM by its name whose job ends") else { return };
+    world.sync();
+    let path = world.before_virsh(ENDED);
+    let ended = world.site.path("ended");
+    world.host.writes_on(VM);
+    let mut running = world.run(&["--bwlimit", "1M"]).env("PATH", &path).env("ONCE", &ended).start();
+    until("the job is there", || {
+        assert!(running.ended().is_none(), "it ended: {}", running.stderr_so_far());
+        world.host.job(VM).is_some()
+    });
+    std::fs::write(&ended, "").expect("a file");
+    let failed = running.output(Duration::from_secs(60));
+    assert!(!failed.status.success(), "{failed}");
+    failed.says(&["the backup job of t1 ended while its disks were read"]);
+    // The job is in fact there, and the next run ends it.
+    world.sync();
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
+}
+
 #[test]
 fn a_vm_that_is_changed_as_its_job_begins_is_begun_anew() {
     let Some(world) = World::new("a VM by its name that is changed") else { return };
-    let bin = world.site.path("bin");
-    std::fs::create_dir(&bin).expect("a folder");
-    std::fs::write(bin.join("virsh"), CHANGES).expect("a virsh");
-    Run::new("chmod").arg("+x").arg(bin.join("virsh")).ok();
-    let path = format!("{}:/usr/bin:/bin", bin.display());
+    let path = world.before_virsh(CHANGES);
     let changed = |once: &str| world.run(&[]).env("PATH", &path).env("ONCE", world.site.path(once));
     changed("once").ok();
     world.clean();

@@ -34,7 +34,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const OURS: &str = "dsync-";
 
 /// The run that an interrupt would end.
-static CURRENT: Mutex<Option<Job>> = Mutex::new(None);
+static CURRENT: Mutex<Option<Arc<Job>>> = Mutex::new(None);
 
 /// A disk in a backup job, with the checkpoint from which its changes are told, or why they are not.
 #[derive(Debug, Clone)]
@@ -64,7 +64,7 @@ pub(super) struct Job {
 }
 
 /// A run that has a job, or may have. It ends with this.
-pub(super) struct Begun(());
+pub(super) struct Begun(Arc<Job>);
 
 impl Job {
     /// The job of a machine that runs, with these disks; `scratch` is a folder to which QEMU may write.
@@ -117,8 +117,9 @@ impl Job {
         self.refuse_other()?;
         // Beside it libvirt would wait half a minute before it refuses ours.
         self.end()?;
-        *current() = Some(self);
-        Ok(Begun(()))
+        let job = Arc::new(self);
+        *current() = Some(job.clone());
+        Ok(Begun(job))
     }
 
     /// Ends the job if it is ours, and waits until it has ended.
@@ -206,7 +207,7 @@ impl Job {
         let ours = made.names();
         for name in checkpoints.iter().filter(|name| ours.contains(&***name) && !wanted.contains(*name)) {
             let mut deleted = self.virsh.delete_checkpoint(name, false).map_err(said)?;
-            // Of a QEMU that was killed there is the name alone.
+            // Where QEMU was killed, only the name is left.
             if deleted.as_ref().is_err_and(|why| why.contains(&format!("bitmap '{name}' not found"))) {
                 deleted = self.virsh.delete_checkpoint(name, true).map_err(said)?;
             }
@@ -238,7 +239,8 @@ impl Begun {
     /// # Errors
     /// Why libvirt refuses it.
     pub(super) fn begin(&self, parts: &mut [Part], name: &str) -> Result<(), Failure> {
-        current().as_ref().map_or(Ok(()), |job| job.begin(parts, name))
+        let _held = current();
+        self.0.begin(parts, name)
     }
 
     /// Ends the job, to begin another.
@@ -246,28 +248,27 @@ impl Begun {
     /// # Errors
     /// If it does not end.
     pub(super) fn pause(&self) -> Result<(), Failure> {
-        current().as_ref().map_or(Ok(()), Job::end)
+        let _held = current();
+        self.0.end()
     }
 
     /// Where a disk is read.
     pub(super) fn place(&self, target: &str) -> PathBuf {
-        let socket = current().as_ref().map(|job| job.socket.clone()).unwrap_or_default();
-        let server = device::NbdServer::Unix(socket);
+        let server = device::NbdServer::Unix(self.0.socket.clone());
         device::ExportUri { server, export: target.to_owned() }.to_string().into()
     }
 
     /// Asks whether the job still shows its moment: what is read after its end is the present.
-    pub(super) fn still(&self) -> Option<Still> {
-        let held = current();
-        let job = held.as_ref()?;
-        let (virsh, socket, machine) = (job.virsh.clone(), job.socket.clone(), job.machine.clone());
-        Some(Still(Arc::new(move || match virsh.job() {
-            Ok(Some(job)) if socket_of(&job).as_deref() == Some(&*socket) => Ok(()),
+    pub(super) fn still(&self) -> Still {
+        let job = self.0.clone();
+        Still(Arc::new(move || match job.virsh.job() {
+            Ok(Some(text)) if socket_of(&text).as_deref() == Some(&*job.socket) => Ok(()),
             Ok(_) => Err(io::Error::other(format!(
-                "the backup job of {machine} ended while its disks were read: run the sync again"
+                "the backup job of {} ended while its disks were read: run the sync again",
+                job.machine
             ))),
             Err(error) => Err(io::Error::other(error.to_string())),
-        })))
+        }))
     }
 
     /// Ends the job and tidies up. Returns what is left.
@@ -276,28 +277,27 @@ impl Begun {
     /// If the job does not end.
     pub(super) fn end(self) -> Result<Vec<String>, Failure> {
         let mut held = current();
-        let ended = held.as_ref().map_or(Ok(Vec::new()), Job::finish);
         *held = None;
-        ended
+        self.0.finish()
     }
 }
 
 impl Drop for Begun {
     fn drop(&mut self) {
+        // What is left then, the next run ends.
         let mut held = current();
-        // What it leaves the next run ends.
         let _ = held.take().map(|job| job.finish());
     }
 }
 
-/// Ends the run that there may be, as the program is interrupted: nothing else begins or ends one any more.
+/// Ends the run, if there is one, as the program is interrupted. The lock stays taken: nothing begins or ends a job from then on.
 pub(crate) fn end_interrupted() {
     let held = current();
-    let _ = held.as_ref().map(Job::finish);
+    let _ = held.as_ref().map(|job| job.finish());
     std::mem::forget(held);
 }
 
-fn current() -> MutexGuard<'static, Option<Job>> {
+fn current() -> MutexGuard<'static, Option<Arc<Job>>> {
     CURRENT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

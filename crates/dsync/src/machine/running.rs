@@ -21,7 +21,7 @@ use crate::failure::Failure;
 
 /// How often it is begun anew because the machine was changed meanwhile.
 const ATTEMPTS: usize = 5;
-/// Bytes at the begin of an image that say of which version it is.
+/// Bytes at the beginning of an image, which say of which version it is.
 const HEAD: usize = 8;
 
 impl Machine<'_> {
@@ -48,7 +48,8 @@ impl Machine<'_> {
                 Err(why) => ToldChanges::Lost(why.clone()),
             };
             let (place, group) = (Some(begun.place(&part.target)), Some(self.group.clone()));
-            let told = Some(Told { place, name: Some(name.clone()), changes, group, still: begun.still() });
+            let told =
+                Some(Told { place, name: Some(name.clone()), changes, group, still: Some(begun.still()) });
             let format = part.is_qcow2.then_some(Format::Qcow2);
             let options = SourceOptions { told, format, ..SourceOptions::default() };
             members.push(self.member(&part.target, &part.path, options)?);

@@ -15,7 +15,6 @@ const INSTALL: &str =
 const NO_JOB: [&str; 2] = ["no domain backup job", "domain is not running"];
 
 /// A domain of libvirt, by its UUID.
-#[derive(Clone)]
 pub(super) struct Virsh {
     domain: String,
 }
