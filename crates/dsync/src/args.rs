@@ -659,7 +659,7 @@ pub(crate) struct FarArgs {
     /// Send at most this much per second, such as 10M; by the hour, in local time: 08:00-18:00=10M,else=off
     #[arg(long, help_heading = LIMITS, value_name = "RATE|HOURS=RATE,...", value_parser = Bandwidth::parse)]
     pub bwlimit: Option<Bandwidth>,
-    /// Read the source more slowly while its guest writes: so that the guest's writes take hardly longer than without a reader, but at least 8 MiB a second
+    /// Read the source more slowly while its guest writes: so that the guest's writes take hardly longer than without a reader, but at least 8 MiB a second. A mirror does so in its first sync
     #[arg(long, help_heading = LIMITS)]
     pub polite: bool,
     /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies. At a terminal, where ssh may ask for a password, the first connection may take longer [default: 30s]

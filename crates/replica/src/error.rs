@@ -152,7 +152,7 @@ pub enum ReplicaError {
     #[error("{0}")]
     Refused(String),
     /// No space.
-    #[error("no space left {place}; {state}: free {} and run again", missing.map_or("some".into(), |m| format!("about {}", device::human_size(m))))]
+    #[error("no space left {place}; {state}: free {} and run again{otherwise}", missing.map_or("some".into(), |m| format!("about {}", device::human_size(m))))]
     Full {
         /// For what, and where.
         place: String,
@@ -160,6 +160,8 @@ pub enum ReplicaError {
         missing: Option<u64>,
         /// What became of the destination.
         state: &'static str,
+        /// What helps besides, as the end of the sentence.
+        otherwise: &'static str,
     },
     /// The disk could not be opened or locked.
     #[error(transparent)]
@@ -232,6 +234,8 @@ impl ReplicaError {
 
 /// What became of the destination when space or a disk failed.
 pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command completes the commit";
+/// What helps where a journal finds no room.
+const ELSEWHERE: &str = ". Of a disk that is in no group, --journal-dir puts the journal elsewhere, and \"dsync sync --commit in-place\" does without one";
 pub(crate) const INTERRUPTED: &str =
     "the replica is unchanged or marked as incomplete, and the next sync continues";
 
@@ -257,8 +261,27 @@ pub(crate) fn disk_error(
 ) -> impl FnOnce(io::Error) -> ReplicaError + use<> {
     let path = path.to_path_buf();
     move |error| match is_full(&error) {
-        true => ReplicaError::Full { place: format!("to {what} {}", path.display()), missing: None, state },
+        true => {
+            let place = format!("to {what} {}", path.display());
+            ReplicaError::Full { place, missing: None, state, otherwise: "" }
+        }
         false => ReplicaError::Io { what, path, error },
+    }
+}
+
+/// Names the journal in an error of it, and what helps where it finds no room.
+pub(crate) fn journal_error(
+    what: &'static str,
+    path: &Path,
+    state: &'static str,
+) -> impl FnOnce(io::Error) -> ReplicaError + use<> {
+    let failed = disk_error(what, path, state);
+    move |error| {
+        let mut error = failed(error);
+        if let ReplicaError::Full { otherwise, .. } = &mut error {
+            *otherwise = ELSEWHERE;
+        }
+        error
     }
 }
 

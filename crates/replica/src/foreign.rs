@@ -277,7 +277,7 @@ impl Replica {
             return Ok(keeping);
         }
         let place = format!("to write {}", self.folder().join(note::NAME).display());
-        Err(ReplicaError::Full { place, missing: None, state })
+        Err(ReplicaError::Full { place, missing: None, state, otherwise: "" })
     }
 
     /// Makes room for the note.

@@ -58,7 +58,7 @@ pub struct SyncOptions {
     pub compress: Option<i32>,
     /// The most to send, in bytes a second.
     pub bwlimit: Option<Pace>,
-    /// Read more slowly while a guest writes to the source, so that its writes take no longer.
+    /// Read more slowly while a guest writes to the source, so that its writes take no longer. A mirror: only in its first sync.
     #[serde(default)]
     pub polite: bool,
     /// Where the replica keeps lineage and journal.

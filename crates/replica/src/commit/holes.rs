@@ -184,7 +184,7 @@ impl Replica {
             .destination()
             .free()
             .map(|free| (needed.saturating_sub(free) + (1 << 20)).next_multiple_of(1 << 20));
-        Err(ReplicaError::Full { place, missing, state })
+        Err(ReplicaError::Full { place, missing, state, otherwise: "" })
     }
 }
 

@@ -151,7 +151,12 @@ impl Replica {
             }
             if full && self.rewinds() {
                 let place = format!("to keep the moments in {}", self.folder().display());
-                return Err(ReplicaError::Full { place, missing: None, state: "the replica is unchanged" });
+                return Err(ReplicaError::Full {
+                    place,
+                    missing: None,
+                    state: "the replica is unchanged",
+                    otherwise: "",
+                });
             }
             self.warn(format!(
                 "its past up to the present epoch is given up, because it could not be kept: {error}"

@@ -175,7 +175,8 @@ impl FollowedSource {
         let replica = Open { keep: options.sync.keep.clone(), ..replica };
         let (sender, receiver) = link.split();
         let status = open(&sender, &receiver, &replica, options.sync.bwlimit.as_ref())?;
-        self.handle.be_polite(options.sync.polite);
+        // A batch that gives way keeps its view for longer, of which the guest feels more than it is spared.
+        self.handle.be_polite(false);
         account.opened();
         let lacking = self.recognise(&status);
         let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {

@@ -180,6 +180,8 @@ impl GroupMirror<'_> {
             let changed = || self.turns.within(|| has_changed(group));
             if due && (last.is_none_or(|last| last.elapsed() >= self.rpo / 2) || changed()?) {
                 let (committed, members) = session.round()?;
+                // As for the batches of one disk: only the first round may be long.
+                group.members().iter().for_each(|member| member.be_polite(false));
                 last = Some(began);
                 summary.commits += 1;
                 summary.bytes_changed += members.iter().map(|member| member.bytes_changed).sum::<u64>();

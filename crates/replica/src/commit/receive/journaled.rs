@@ -13,7 +13,7 @@ use extents::Extents;
 use crate::commit::copies::Copies;
 use crate::commit::holes::Holes;
 use crate::commit::undo::Touched;
-use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::error::{ReplicaError, Result, io_error, journal_error};
 use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, Segment, Target, kept};
 use crate::replica::{Prepared, Replica};
 use crate::state::lineage::Toward;
@@ -66,7 +66,7 @@ impl Replica {
             }
             false => "the replica is unchanged, and what had arrived of the delta is dropped",
         };
-        let mut error = disk_error("write the journal", &self.folder().join(ARRIVING), state)(error);
+        let mut error = journal_error("write the journal", &self.folder().join(ARRIVING), state)(error);
         if let ReplicaError::Full { missing, .. } = &mut error {
             *missing =
                 self.state().free().and_then(|free| self.expected().checked_sub(free)).filter(|m| *m > 0);
