@@ -11,18 +11,22 @@ export DSYNC_TEST_TIMES
 rm -f "$DSYNC_TEST_TIMES"
 
 # The command too: a test of what a user does would build it, and its time would be the test's. All at once, so that no core waits for the
-# command while there are tests to be built.
-"$cargo" build --workspace --all-targets || exit
+# command while there are tests to be built. Here and below the whole workspace: of a part of it cargo would choose other features, and build anew.
+"$cargo" build --workspace --bin dsync --tests || exit
 built=$(date +%s)
 # What a user does mostly waits, for a disk, a link or a guest; what the crates say of themselves mostly computes: the one beside the other.
 export DSYNC_BIN="$target/debug/dsync"
-RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(nproc)} setsid \
-    "$cargo" test --no-fail-fast --workspace --exclude dsync-tests >"$target/test-log-crates" 2>&1 &
+named=$(ls crates/*/tests/*.rs crates/*/tests/*/main.rs | sed -E 's:/main\.rs$::; s:.*/::; s:\.rs$::; s:^:--test :' | sort -u)
+# shellcheck disable=SC2016,SC2086
+RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(nproc)} setsid sh -c '
+    "$0" test --no-fail-fast --workspace --lib --bins "$@"; code=$?
+    "$0" test --no-fail-fast --workspace --doc || code=$?
+    exit $code' "$cargo" $named >"$target/test-log-crates" 2>&1 &
 crates=$!
 trap 'kill -- -$crates 2>/dev/null' EXIT
 trap 'exit 1' HUP INT TERM
 export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 1))}"
-{ "$cargo" test --no-fail-fast -p dsync-tests --test user 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
+{ "$cargo" test --no-fail-fast --workspace --test user 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
 wait $crates
 code=$?
 cat "$target/test-log-crates"
