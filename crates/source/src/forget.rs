@@ -38,6 +38,14 @@ pub fn in_use(place: &Path, about: &About) -> Result<Option<String>, SourceError
     Ok(None)
 }
 
+/// True if the writes to a source are recorded, or were: it is more than a disk that was copied.
+///
+/// # Errors
+/// If that cannot be asked.
+pub fn is_recorded(place: &Path, about: &About) -> Result<bool, SourceError> {
+    Ok(crate::was_served(place) || in_use(place, about)?.is_some())
+}
+
 /// Removes the bookmark of a replica, or a named checkpoint: the changes since are no longer kept for it.
 ///
 /// # Errors

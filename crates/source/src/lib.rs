@@ -58,7 +58,7 @@ pub use disk::discard::clear;
 pub use disk::export::unrecorded;
 pub use disk::moments::{ChangeList, LastMoment, Still, Told, ToldChanges, last_moment, moment_of};
 pub use error::SourceError;
-pub use forget::{forget_bookmark, forget_source, in_use};
+pub use forget::{forget_bookmark, forget_source, in_use, is_recorded};
 pub use gap::Gap;
 pub use group_handle::GroupHandle;
 pub use handle::{Changes, Handle};

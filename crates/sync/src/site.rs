@@ -92,6 +92,11 @@ pub trait Site: Sync {
         history: &History,
         into: &Bitmap,
     ) -> Result<Option<Gap>, SourceError>;
+    /// As [`source::is_recorded`].
+    ///
+    /// # Errors
+    /// As for [`source::is_recorded`].
+    fn is_recorded(&self, place: &Path, about: &About) -> Result<bool, SourceError>;
     /// As [`source::forget_source`].
     ///
     /// # Errors

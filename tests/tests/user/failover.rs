@@ -1047,6 +1047,32 @@ fn sync_adopting(host: &Host, from: &Path, to: &Path) {
     image::assert_equal(from, to);
 }
 
+/// A copy that was made of a replica is in nobody's way when the replica is needed: of a restore, or of a disk that is carried away.
+#[test]
+fn a_replica_that_was_copied_onward_takes_over() {
+    let mut random = Random::new("copied onward");
+    let (near, far) = pair(4 * MIB, &mut random);
+    let carried = far.site.path("usb.raw");
+    for block in [5, 900] {
+        far.site.sync(&far.disk, &carried, &[]).ok();
+        image::assert_equal(&far.disk, &carried);
+        near.write([block], &mut random);
+        near.sync(&far, &[]).ok();
+    }
+    let told = format!("copies were made of it while it was a replica ({}): the next", carried.display());
+    for options in [&["promote", "-n", "--force"][..], &["promote", "--force"]] {
+        assert!(far.run(options).ok().text().contains(&told));
+    }
+    equal(&near, &far);
+    // It is one source, of which both are replicas, each with what it takes.
+    assert_eq!(far.run(&["status", "--json", "-v"]).ok().text().matches("\"kind\":\"source\"").count(), 1);
+    far.write([7], &mut random);
+    far.site.sync(&far.disk, &carried, &[]).code(4).says(&["--adopt"]);
+    sync_adopting(&far, &far.disk, &carried);
+    far.sync(&near, &["--discard-there"]).ok();
+    equal(&near, &far);
+}
+
 /// What a disk is as a source of its own is not given up by the way.
 #[test]
 fn a_disk_that_was_restored_is_not_promoted_over_the_source_that_it_is() {

@@ -132,6 +132,12 @@ pub(crate) fn say_promotion(promotion: &Promotion, (back, rewind): (&str, &str),
         ));
     }
     say_moments(promotion, rewind, output);
+    if !promotion.copies.is_empty() {
+        output.say(&format!(
+            "  copies were made of it while it was a replica ({}): the next sync to each needs --adopt, and compares",
+            promotion.copies.join(", ")
+        ));
+    }
     if let Some(told) = &promotion.told {
         output.say(&format!(
             "  its last word was given to {told}, which can be promoted without --force, or was: sync to it before that, or keep it \

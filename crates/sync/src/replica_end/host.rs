@@ -86,6 +86,10 @@ impl Site for StateDir {
         Ok(source::written_since(place, about, history, into)?.unknown)
     }
 
+    fn is_recorded(&self, place: &Path, about: &About) -> Result<bool, SourceError> {
+        source::is_recorded(place, about)
+    }
+
     fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError> {
         source::forget_source(self, place, about)
     }

@@ -8,8 +8,7 @@ use serde::Serialize;
 use source::Membership;
 
 use crate::error::SyncError;
-use crate::roles::promote::{PromoteOptions, Promotion, already, succession, told};
-use crate::roles::refuse_made_elsewhere;
+use crate::roles::promote::{PromoteOptions, Promotion, already, may_succeed, succession, told};
 use crate::site::Site;
 
 /// What the promotion of a group did.
@@ -73,11 +72,9 @@ pub fn promote_group(
         members: Vec::new(),
     };
     // Before any of them is marked, which nothing takes back.
-    for ((member, replica), before) in members.iter().zip(&replicas).zip(&before) {
-        refuse_made_elsewhere(&member.path, replica.recorded(), state)?;
-        if before.is_none() {
-            state.check_term(&member.path, member.source, member.term)?;
-        }
+    for ((member, replica), before) in members.iter_mut().zip(&replicas).zip(&before) {
+        let asked = Promotion { completed: before.is_some(), ..member.clone() };
+        member.copies = may_succeed(state, replica, &asked)?;
     }
     if options.dry_run {
         return Ok(GroupPromotion { members, ..done });

@@ -24,7 +24,7 @@ use extents::Bitmap;
 use lineage::Point;
 use replica::{GaveUp, Outlook, Promoted, Replica, ReplicaError, Verdict};
 use serde::Serialize;
-use source::Succession;
+use source::{Bookmarks, SourceError, Succession};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -80,6 +80,8 @@ pub struct Promotion {
     pub fuzzy: bool,
     /// A verification found that it differed from its source, which was not repaired.
     pub verdict: Option<Verdict>,
+    /// Copies that were made of it while it was a replica, as a source of another id: they lose that.
+    pub copies: Vec<String>,
     /// An interrupted promotion was completed.
     pub completed: bool,
     /// Nothing was done.
@@ -126,7 +128,7 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     let mut promotion = told(&replica, &outlook);
     promotion.dry_run = options.dry_run;
     promotion.completed = before.is_some();
-    may_succeed(state, &replica, &promotion)?;
+    promotion.copies = may_succeed(state, &replica, &promotion)?;
     if options.dry_run {
         return Ok(promotion);
     }
@@ -143,27 +145,44 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     Ok(promotion)
 }
 
-/// Refuses what could only be begun: nothing takes the mark back.
-fn may_succeed(state: &dyn Site, replica: &Replica, promotion: &Promotion) -> Result<(), SyncError> {
+/// Refuses what could only be begun: nothing takes the mark back. Returns the copies that lose their source.
+pub(crate) fn may_succeed(
+    state: &dyn Site,
+    replica: &Replica,
+    promotion: &Promotion,
+) -> Result<Vec<String>, SyncError> {
     let path = replica.path();
     refuse_made_elsewhere(path, replica.recorded(), state)?;
-    let known = state.source(&path.to_string_lossy())?.filter(|(_, about)| about.uuid != promotion.source);
-    if let (Some((_, about)), false) = (known, promotion.completed) {
-        let path = path.display();
-        return Err(SyncError::Refused(format!(
-            "{path} is a source itself ({}) and a replica of another one, as a disk is that was restored, or that was copied from before: \"dsync forget --replica {path}\" makes it that source \
-             alone, and \"dsync forget {0}\" gives that up, with what it knows of its replicas, so that it can be promoted",
-            about.uuid
-        )));
-    }
+    let copies = if promotion.completed { Vec::new() } else { copies(state, path, promotion.source)? };
     state.check_term(path, promotion.source, promotion.term).map_err(|error| match promotion.completed {
         true if error.is_refusal() => SyncError::Refused(format!(
             "{error}. So the promotion of {0} cannot be completed: \"dsync forget {0}\" makes it a plain disk as it is, and \"dsync sync --adopt \
              SRC {0}\" then compares it and makes it a replica again",
             path.display()
         )),
-        _ => error.into(),
-    })
+        _ => SyncError::from(error),
+    })?;
+    Ok(copies)
+}
+
+/// The copies of a disk that is to be that source, and was copied onward while it was a replica: as a source of another id, which ends.
+///
+/// # Errors
+/// Refused if the disk is more than that: its writes were recorded, or it has checkpoints that others read.
+fn copies(state: &dyn Site, path: &Path, source: Uuid) -> Result<Vec<String>, SyncError> {
+    let known = state.source(&path.to_string_lossy())?.filter(|(_, about)| about.uuid != source);
+    let Some((place, about)) = known else { return Ok(Vec::new()) };
+    let failed = |error| SourceError::State { what: "read", path: place.clone(), error };
+    let bookmarks = Bookmarks::read(&*state.folder(&place).map_err(failed)?)?;
+    if state.is_recorded(&place, &about)? || bookmarks.checkpoints().next().is_some() {
+        let path = path.display();
+        return Err(SyncError::Refused(format!(
+            "{path} is a source itself ({}) and a replica of another one, as a disk is that was restored: \"dsync forget --replica {path}\" makes it \
+             that source alone, and \"dsync forget {0}\" gives that up, with what it knows of its replicas, so that it can be promoted",
+            about.uuid
+        )));
+    }
+    Ok(bookmarks.replicas().map(|(name, _)| name.clone()).collect())
 }
 
 /// True if the disk at a path is known as a source of this term.
@@ -197,6 +216,7 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         file: source::file_name(replica.path()),
         fuzzy: outlook.fuzzy,
         verdict: outlook.verdict,
+        copies: Vec::new(),
         completed: false,
         dry_run: false,
         recovered: status.recovered.clone(),
