@@ -1047,6 +1047,49 @@ fn sync_adopting(host: &Host, from: &Path, to: &Path) {
     image::assert_equal(from, to);
 }
 
+/// The folder beside a promoted disk is put back from a backup that was made before: each command says so, and one ends it.
+#[test]
+fn a_promoted_disk_whose_folder_was_put_back_stays_the_source() {
+    let mut random = Random::new("a folder put back");
+    let (near, far) = pair(4 * MIB, &mut random);
+    let folder = far.disk.with_file_name(".vm.raw.dsync");
+    let backup = far.site.path("backup");
+    let copy = |from: &Path, to: &Path| {
+        let _ = std::fs::remove_dir_all(to);
+        Run::new("cp").arg("-a").args([from, to]).ok();
+    };
+    // Once while it was only a replica, and once with what a demotion wrote.
+    for round in 0..2 {
+        copy(&folder, &backup);
+        near.write([3], &mut random);
+        near.sync(&far, &[]).ok();
+        far.run(&["promote", "--force"]).ok();
+        far.write([900, 901], &mut random);
+        copy(&backup, &folder);
+        let way = format!("\"dsync forget --replica {}\"", far.disk.display());
+        for command in [
+            &["demote"][..],
+            &["promote"],
+            &["promote", "--force"],
+            &["serve", "--socket", "s"],
+            &["checkpoint"],
+        ] {
+            let name = if command == ["checkpoint"] { &["nightly"][..] } else { &[] };
+            far.run(command).args(name).code(4).says(&["its folder of state is of before that", &way]);
+        }
+        near.sync(&far, &[]).code(4);
+        far.run(&["forget", "--replica"]).ok();
+        // Nothing of what it was as the source is lost.
+        near.sync(&far, &[]).code(4).says(&["have diverged"]);
+        let back = far.sync(&near, &["--discard-there"]).ok().summary();
+        assert_eq!(back["method"], "tracked", "{round}: {back}");
+        equal(&near, &far);
+        far.towards(&near, &["demote"]).ok();
+        near.run(&["promote"]).ok();
+        near.sync(&far, &[]).ok();
+    }
+}
+
 /// A copy that was made of a replica is in nobody's way when the replica is needed: of a restore, or of a disk that is carried away.
 #[test]
 fn a_replica_that_was_copied_onward_takes_over() {

@@ -157,10 +157,10 @@ pub(crate) fn demote_if(
     let path = state.real(&path);
     let opening = state.opening(options.journal_dir.as_deref());
     let lineage = if state.exists(&path) { state.lineage(&path, &opening)? } else { None };
+    refuse_unfinished(&path, state)?;
     if let Some(lineage) = lineage.filter(|lineage| lineage.role.promoted.is_none()) {
         return again(state, &path, known, &lineage, &opening);
     }
-    refuse_unfinished(&path, state)?;
     let Some((place, _)) = known else {
         return Err(SyncError::Refused(format!(
             "{what} is not a source: \"dsync status\" lists them; an interrupted promotion is completed by \"dsync promote {what}\""

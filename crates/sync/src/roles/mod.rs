@@ -11,7 +11,7 @@ pub(crate) mod promote;
 use std::path::{Path, PathBuf};
 
 use replica::Lineage;
-use source::StateDir;
+use source::{About, StateDir};
 
 use crate::conflict::Conflict;
 use crate::error::SyncError;
@@ -30,6 +30,7 @@ fn lineage(path: &Path, state: &dyn Site) -> Result<Option<Lineage>, SyncError> 
 /// Refuses a replica whose promotion was interrupted: it is neither.
 pub(crate) fn refuse_unfinished(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
     let Some(lineage) = lineage(path, state)? else { return Ok(()) };
+    refuse_older_folder(path, &lineage, state)?;
     let Some(promoted) = lineage.role.promoted else { return Ok(()) };
     if let Some((group, dir)) = state.promotes_still(&state.real(path), &lineage)? {
         return Err(SyncError::Refused(format!(
@@ -83,6 +84,21 @@ pub(crate) fn refuse_made_elsewhere(
             made.display()
         )))
     })
+}
+
+/// Refuses a disk that is the source in a later term than its folder of state knows: that was put back from before a promotion, and what it
+/// says of the disk's role is over.
+pub(crate) fn refuse_older_folder(path: &Path, lineage: &Lineage, state: &dyn Site) -> Result<(), SyncError> {
+    let known = state.source(&path.to_string_lossy())?;
+    let is_later = |about: &About| Some(about.uuid) == lineage.source && about.term > lineage.role.term;
+    let Some((_, about)) = known.filter(|(_, about)| is_later(about)) else { return Ok(()) };
+    Err(SyncError::Refused(format!(
+        "{0} is the source in term {1}, and its folder of state is of before that, of term {2}, as after a restore of it: \"dsync forget --replica {0}\" \
+         removes that folder, and the disk stays the source",
+        path.display(),
+        about.term,
+        lineage.role.term
+    )))
 }
 
 /// Refuses a source that has ended with its group, and is not demoted yet: it is neither.

@@ -28,7 +28,7 @@ use source::{Bookmarks, SourceError, Succession};
 use uuid::Uuid;
 
 use crate::error::SyncError;
-use crate::roles::refuse_made_elsewhere;
+use crate::roles::{refuse_made_elsewhere, refuse_older_folder};
 use crate::site::Site;
 
 /// How to promote.
@@ -113,6 +113,7 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
             return Err(already(path, about.term));
         }
     }
+    lineage.as_ref().map_or(Ok(()), |lineage| refuse_older_folder(path, lineage, state))?;
     let marked = lineage.as_ref().and_then(|lineage| lineage.role.promoted);
     let opened = replica::to_promote_by(path, lineage, &opening, &|options| state.open(path, options));
     let mut replica = opened.map_err(|error| match (&error, marked) {
@@ -153,6 +154,7 @@ pub(crate) fn may_succeed(
 ) -> Result<Vec<String>, SyncError> {
     let path = replica.path();
     refuse_made_elsewhere(path, replica.recorded(), state)?;
+    refuse_older_folder(path, replica.recorded(), state)?;
     let copies = if promotion.completed { Vec::new() } else { copies(state, path, promotion.source)? };
     state.check_term(path, promotion.source, promotion.term).map_err(|error| match promotion.completed {
         true if error.is_refusal() => SyncError::Refused(format!(
