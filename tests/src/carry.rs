@@ -14,7 +14,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use device::{Buf, Kind, Piece, Queue, Request};
+use device::{Buf, Piece, Queue, Request, RequestKind};
 use link::{ConnectOptions, Keys, Limits, Link, Listener, Message, Receiver};
 
 type Done<T> = Result<T, Box<dyn Error + Send + Sync>>;
@@ -119,7 +119,7 @@ fn write_file(rx: &Receiver, file: &Path) -> Done<()> {
     const AT_ONCE: usize = 8;
     const AHEAD: u64 = 64 << 20;
     File::create(file)?;
-    let disk = device::open(file, &device::Options { write: true, direct: true, exclusive: false })?;
+    let disk = device::open(file, &device::DiskOptions { write: true, direct: true, exclusive: false })?;
     let (mut queue, mut at) = (disk.clone().queue(AT_ONCE as u32)?, 0);
     let wait = |queue: &mut dyn Queue, most: usize| -> Done<()> {
         while queue.in_flight() > most {
@@ -135,7 +135,7 @@ fn write_file(rx: &Receiver, file: &Path) -> Done<()> {
         }
         wait(&mut *queue, AT_ONCE - 1)?;
         let pieces = [Piece { offset, len }].into_iter().collect();
-        queue.submit(Request { kind: Kind::Write { fua: false }, pieces, buf, token: 0 });
+        queue.submit(Request { kind: RequestKind::Write { fua: false }, pieces, buf, token: 0 });
         queue.start();
     }
     wait(&mut *queue, 0)?;
@@ -145,7 +145,7 @@ fn write_file(rx: &Receiver, file: &Path) -> Done<()> {
 
 /// One read of a MiB after the other: nothing runs ahead.
 fn send_file(link: Link, file: &Path) -> Done<()> {
-    let disk = device::open(file, &device::Options { write: false, direct: true, exclusive: false })?;
+    let disk = device::open(file, &device::DiskOptions { write: false, direct: true, exclusive: false })?;
     let (tx, rx) = link.split();
     let (size, mut at) = (disk.len(), 0);
     while at < size {

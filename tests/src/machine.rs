@@ -162,7 +162,7 @@ impl Machine {
             .args(["-fsdev", &format!("local,id=s,path={},security_model=none", self.share.display())])
             .args(["-device", "virtio-9p-pci,fsdev=s,mount_tag=share"]);
         for (n, image) in self.disks.iter().enumerate() {
-            let options = device::Options { write: true, ..Default::default() };
+            let options = device::DiskOptions { write: true, ..Default::default() };
             let inner = device::open(image, &options).unwrap_or_else(|e| panic!("{}: {e}", image.display()));
             let server = Server::new(Arc::new(One(Arc::new(FaultyDisk::new(&power, inner)))));
             let socket = self.folder.join(format!("{}-{n}", self.name));

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, Piece, Pieces, Queue, Request, RequestKind};
 use link::Rate;
 
 use crate::Scope;
@@ -81,7 +81,7 @@ impl Reader {
                 rate.charge(len);
             }
             self.queue.submit(Request {
-                kind: Kind::Read,
+                kind: RequestKind::Read,
                 pieces: Pieces::from_slice(&[Piece { offset: range.start, len }]),
                 buf: Buf::scratch(len as usize),
                 token: self.first + self.ahead.len() as u64,

@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let [socket, file] = &args.split_off(direct.into())[..] else {
         return Err("usage: serve [--direct] SOCKET FILE".into());
     };
-    let disk = device::open(file, &device::Options { write: true, direct, ..Default::default() })?;
+    let disk = device::open(file, &device::DiskOptions { write: true, direct, ..Default::default() })?;
     let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let server = Server::new(Arc::new(OneFile(disk, name)));
     server.serve_unix(UnixListener::bind(socket)?)?;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use device::{Buf, Done, Kind, Piece, Queue, Request};
+use device::{Buf, Done, Piece, Queue, Request, RequestKind};
 use rustix::event::{PollFd, PollFlags};
 use smallvec::smallvec;
 
@@ -321,7 +321,7 @@ impl<'a> Transmission<'a> {
                         }
                     }
                     let buf = self.pool.take(len);
-                    self.submit(slot, Kind::Read, at, len as u64, buf);
+                    self.submit(slot, RequestKind::Read, at, len as u64, buf);
                 }
                 Step::End => return Ok(Stop::End),
             }
@@ -360,7 +360,7 @@ impl<'a> Transmission<'a> {
                     Err(error) => self.fail(header.cookie, failure_of(&error, &header)),
                 };
             }
-            CMD_FLUSH => Kind::Flush,
+            CMD_FLUSH => RequestKind::Flush,
             _ if len == 0 => {
                 return match header.command == CMD_READ && self.structured {
                     true => self.output.chunk(header.cookie, CHUNK_NONE, true, 0),
@@ -379,10 +379,10 @@ impl<'a> Transmission<'a> {
                 self.step = Step::Payload { slot, offset, left: len, part: None, large: len > LARGE };
                 return;
             }
-            CMD_TRIM => Kind::Discard { fua },
+            CMD_TRIM => RequestKind::Discard { fua },
             _ => {
                 let unmap = header.flags & CMD_FLAG_NO_HOLE == 0;
-                Kind::Zero { unmap, fast: header.flags & CMD_FLAG_FAST_ZERO != 0, fua }
+                RequestKind::Zero { unmap, fast: header.flags & CMD_FLAG_FAST_ZERO != 0, fua }
             }
         };
         let slot = self.slots.open(&header);
@@ -412,7 +412,7 @@ impl<'a> Transmission<'a> {
         let header = &self.slots.all[slot].header;
         let fua = header.flags & CMD_FLAG_FUA != 0 && !self.slots.all[slot].flush;
         let len = buf.len() as u64;
-        self.submit(slot, Kind::Write { fua }, at, len, buf);
+        self.submit(slot, RequestKind::Write { fua }, at, len, buf);
         true
     }
 
@@ -472,9 +472,9 @@ impl<'a> Transmission<'a> {
         Ok(())
     }
 
-    fn submit(&mut self, slot: usize, kind: Kind, offset: u64, len: u64, buf: Buf) {
+    fn submit(&mut self, slot: usize, kind: RequestKind, offset: u64, len: u64, buf: Buf) {
         self.slots.all[slot].parts += 1;
-        let pieces = if kind == Kind::Flush { smallvec![] } else { smallvec![Piece { offset, len }] };
+        let pieces = if kind == RequestKind::Flush { smallvec![] } else { smallvec![Piece { offset, len }] };
         self.queue.submit(Request { kind, pieces, buf, token: slot as u64 });
     }
 
@@ -540,7 +540,7 @@ impl<'a> Transmission<'a> {
             collected.into_iter().for_each(|(_, buf)| self.pool.give(buf));
             self.fail(cookie, failure);
         } else if std::mem::take(&mut slot.flush) {
-            return self.submit(index, Kind::Flush, 0, 0, Buf::default());
+            return self.submit(index, RequestKind::Flush, 0, 0, Buf::default());
         } else if slot.header.command == CMD_READ {
             collected.sort_unstable_by_key(|(offset, _)| *offset);
             self.data_head(index);

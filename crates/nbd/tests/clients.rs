@@ -64,7 +64,7 @@ impl ServedFile {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk.raw");
         File::create(&path).unwrap().set_len(SIZE).unwrap();
-        let options = device::Options { write: true, direct, ..Default::default() };
+        let options = device::DiskOptions { write: true, direct, ..Default::default() };
         let disk = device::open(&path, &options).unwrap();
         let server = serve_one(disk, Limits::default(), |export| {
             export.description = "a disk for tests".into();

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::*;
-use device::{Disk, Done, Kind, Queue, RamDisk, Request};
+use device::{Disk, Done, Queue, RamDisk, Request, RequestKind};
 use nbd::{BlockSizes, Context, Export, Limits, Status};
 use testing::Random;
 
@@ -710,7 +710,7 @@ struct CountingQueue {
 impl Queue for CountingQueue {
     fn submit(&mut self, request: Request) {
         match request.kind {
-            Kind::Write { .. } => {
+            RequestKind::Write { .. } => {
                 self.writes[0].fetch_add(1, Ordering::SeqCst);
                 self.held.push(request);
             }
@@ -762,7 +762,7 @@ fn a_client_that_takes_its_replies_slowly_gets_them_all() {
     let folder = testing::on_disk();
     let path = folder.path().join("disk.raw");
     std::fs::write(&path, noise(16 << 20)).unwrap();
-    let options = device::Options { write: true, direct: true, ..Default::default() };
+    let options = device::DiskOptions { write: true, direct: true, ..Default::default() };
     let server = serve(device::open(&path, &options).unwrap());
     let mut client = Client::enter(&server, "disk", false, &[]);
     for _ in 0..300 {

@@ -86,7 +86,12 @@ fn it_grows_and_shrinks_under_a_queue() {
     let mut write = |offset: u64| {
         let pieces = [device::Piece { offset, len: 4096 }].into_iter().collect();
         let buf = device::Buf::from(&[9; 4096][..]);
-        queue.submit(device::Request { kind: device::Kind::Write { fua: false }, pieces, buf, token: 1 });
+        queue.submit(device::Request {
+            kind: device::RequestKind::Write { fua: false },
+            pieces,
+            buf,
+            token: 1,
+        });
         queue.start();
         queue.complete(true).unwrap().result
     };

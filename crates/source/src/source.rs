@@ -1153,13 +1153,13 @@ fn open_disk(
         return Ok((disk, backing));
     }
     if let Some(shown) = options.elsewhere() {
-        let opening = device::Options { write: false, direct: options.direct, exclusive: false };
+        let opening = device::DiskOptions { write: false, direct: options.direct, exclusive: false };
         let backing = PathBacking::new(device::identity(shown)?, folder.path(), Format::Raw);
         let backing = MomentBacking::new(path, Box::new(backing), options.told.as_ref())?;
         return Ok((device::open(shown, &opening)?, Box::new(backing)));
     }
     let backing = PathBacking::new(identity, folder.path(), format);
-    let opening = device::Options { write: !options.read_only, direct: options.direct, exclusive: false };
+    let opening = device::DiskOptions { write: !options.read_only, direct: options.direct, exclusive: false };
     let (access, serves) = match options.read_only {
         true => (Use::Read, None),
         false => (Use::Write, Some(folder.path())),

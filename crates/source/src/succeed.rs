@@ -82,7 +82,7 @@ pub fn succeed(state: &StateDir, path: &Path, succession: &Succession) -> Result
         Err(holder) => return Err(SourceError::Busy { path: identity.path, holder }),
     };
     let backing = PathBacking::new(identity.clone(), folder.path(), succession.format);
-    let reading = device::Options { write: false, direct: false, exclusive: false };
+    let reading = device::DiskOptions { write: false, direct: false, exclusive: false };
     let (disk, backing): (Arc<dyn Disk>, _) = match succession.format {
         Format::Raw => (device::open(&identity.path, &reading)?, backing),
         // The replica that holds it may have it open.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use device::{Buf, Disk, Kind, Piece, Request};
+use device::{Buf, Disk, Piece, Request, RequestKind};
 use source::{Client, ControlServer, History, Source, SourceOptions, StateDir};
 
 /// Long enough for any answer, on a busy machine too.
@@ -21,7 +21,7 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
     // Nobody looks for the completion: the write stays inside the gate.
     let mut queue = Arc::new(source.disk().clone()).queue(4).unwrap();
     queue.submit(Request {
-        kind: Kind::Write { fua: false },
+        kind: RequestKind::Write { fua: false },
         pieces: [Piece { offset: 4096, len: 4096 }].into_iter().collect(),
         buf: Buf::new(4096),
         token: 0,

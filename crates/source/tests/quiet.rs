@@ -105,7 +105,7 @@ fn a_write_in_flight_is_no_writer_and_one_to_the_same_block_is() {
         return testing::skipped("cuts of a raw disk", "they need root and a loop device");
     };
     let path = device.device().to_path_buf();
-    let options = device::Options { write: false, direct: true, exclusive: false };
+    let options = device::DiskOptions { write: false, direct: true, exclusive: false };
     let writes = Arc::new(AtomicBool::new(false));
     let writer = std::fs::File::options().write(true).open(&path).unwrap();
     let disk = Slow { disk: device::open(&path, &options).unwrap(), device: writer, writes: writes.clone() };

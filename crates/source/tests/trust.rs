@@ -446,7 +446,7 @@ impl Backing for Machine {
         Ok(self.identity()?.ctime_ns)
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        Ok(device::open(&self.image, &device::Options::default())?)
+        Ok(device::open(&self.image, &device::DiskOptions::default())?)
     }
 }
 
@@ -459,7 +459,7 @@ fn an_image_that_a_power_cut_set_back_behind_its_history_is_a_gap() {
     let open = |boot, changed| {
         let machine = Machine { image: scene.image.clone(), boot, changed };
         let about = About::new(uuid::Uuid::nil(), machine.identity().unwrap(), BLOCK as u32);
-        let options = device::Options { write: true, ..Default::default() };
+        let options = device::DiskOptions { write: true, ..Default::default() };
         let disk = device::open(&scene.image, &options).unwrap();
         Source::over(about, disk, folder.clone(), Box::new(machine), &SourceOptions::default()).unwrap()
     };

@@ -159,7 +159,7 @@ impl Scene {
         std::fs::File::create(&image).unwrap().set_len(blocks * BLOCK).unwrap();
         let state = folder.path().join("record");
         std::fs::create_dir(&state).unwrap();
-        let options = device::Options { write: true, direct: false, exclusive: false };
+        let options = device::DiskOptions { write: true, direct: false, exclusive: false };
         let inner = device::open(&image, &options).unwrap();
         let settings = Settings {
             block_size: BLOCK as u32,
@@ -196,7 +196,7 @@ impl Scene {
         let path = self.path("disk");
         let folder = self.path("watched");
         std::fs::create_dir_all(&folder).unwrap();
-        let options = device::Options { write: false, direct: false, exclusive: false };
+        let options = device::DiskOptions { write: false, direct: false, exclusive: false };
         let disk = device::open(&path, &options).unwrap();
         let disk = Arc::new(Seen { disk, world: self.world.clone() });
         let identity = device::identity(&path).unwrap();

@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 use std::time::Instant;
 
-use device::{Clock, Disk, Done, Folder, Kind, Piece, Queue, Request};
+use device::{Clock, Disk, Done, Folder, Piece, Queue, Request, RequestKind};
 use extents::{Bitmap, OutOfMemory};
 
 use crate::bitmap_file::BitmapFile;
@@ -882,8 +882,8 @@ struct TrackedQueue {
     waits: Waits,
 }
 
-fn changes(kind: Kind) -> bool {
-    matches!(kind, Kind::Write { .. } | Kind::Zero { .. } | Kind::Discard { .. })
+fn changes(kind: RequestKind) -> bool {
+    matches!(kind, RequestKind::Write { .. } | RequestKind::Zero { .. } | RequestKind::Discard { .. })
 }
 
 impl Queue for TrackedQueue {

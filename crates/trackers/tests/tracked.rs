@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request, ThreadQueue};
+use device::{Buf, Dir, Disk, Folder, InlineQueue, Piece, Queue, RamDisk, Request, RequestKind, ThreadQueue};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use testing::{Random, rounds};
@@ -56,13 +56,13 @@ fn every_way_to_change_a_disk_is_marked_and_nothing_else() {
     disk.write_at(100 * BLOCK + 6, &[3]).unwrap();
     let mut queue: Box<dyn Queue> = disk.clone().queue(8).unwrap();
     for (kind, offset, len) in [
-        (Kind::Write { fua: true }, 40 * BLOCK, 2 * BLOCK),
-        (Kind::Zero { unmap: true, fast: false, fua: false }, 50 * BLOCK, BLOCK),
-        (Kind::Discard { fua: false }, 60 * BLOCK, 2 * BLOCK),
-        (Kind::Read, 70 * BLOCK, BLOCK),
-        (Kind::Flush, 0, 0),
+        (RequestKind::Write { fua: true }, 40 * BLOCK, 2 * BLOCK),
+        (RequestKind::Zero { unmap: true, fast: false, fua: false }, 50 * BLOCK, BLOCK),
+        (RequestKind::Discard { fua: false }, 60 * BLOCK, 2 * BLOCK),
+        (RequestKind::Read, 70 * BLOCK, BLOCK),
+        (RequestKind::Flush, 0, 0),
     ] {
-        let data = matches!(kind, Kind::Write { .. } | Kind::Read);
+        let data = matches!(kind, RequestKind::Write { .. } | RequestKind::Read);
         let buf = Buf::new(if data { len as usize } else { 0 });
         let pieces = if len > 0 { [Piece { offset, len }].into_iter().collect() } else { Default::default() };
         queue.submit(Request { kind, pieces, buf, token: offset + 1 });
@@ -277,12 +277,12 @@ fn views_show_one_moment_and_epochs_name_every_change() {
                     let most = (len - offset).min(5 * BLOCK);
                     let bytes = 1 + random.below(most);
                     let kind = match random.below(8) {
-                        0 => Kind::Zero { unmap: true, fast: false, fua: false },
-                        1 => Kind::Discard { fua: false },
-                        _ => Kind::Write { fua: false },
+                        0 => RequestKind::Zero { unmap: true, fast: false, fua: false },
+                        1 => RequestKind::Discard { fua: false },
+                        _ => RequestKind::Write { fua: false },
                     };
                     let mut buf =
-                        Buf::new(if matches!(kind, Kind::Write { .. }) { bytes as usize } else { 0 });
+                        Buf::new(if matches!(kind, RequestKind::Write { .. }) { bytes as usize } else { 0 });
                     buf.fill(random.below(256) as u8);
                     queue.submit(Request {
                         kind,
@@ -697,12 +697,17 @@ fn a_queue_can_be_waited_for_beside_something_else() {
     let disk = Arc::new(open(slow.clone(), &folder, 0));
     let mut queue = disk.queue(8).unwrap();
     let flushes = slow.1.lock().unwrap();
-    queue.submit(Request { kind: Kind::Flush, pieces: Default::default(), buf: Buf::default(), token: 1 });
+    queue.submit(Request {
+        kind: RequestKind::Flush,
+        pieces: Default::default(),
+        buf: Buf::default(),
+        token: 1,
+    });
     queue.start();
     assert!(queue.complete(false).is_none());
     let pieces = [Piece { offset: 0, len: BLOCK }].into_iter().collect();
     queue.submit(Request {
-        kind: Kind::Write { fua: false },
+        kind: RequestKind::Write { fua: false },
         pieces,
         buf: Buf::new(BLOCK as usize),
         token: 2,

@@ -438,7 +438,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
         }
         let what = if args.read_only {
             check_whole(image, state, output)?;
-            let options = device::Options { write: false, direct: args.direct, exclusive: false };
+            let options = device::DiskOptions { write: false, direct: args.direct, exclusive: false };
             What::ReadOnly(match format {
                 device::Format::Raw => device::open(image, &options)?,
                 device::Format::Qcow2 => source::read_image(image)?,

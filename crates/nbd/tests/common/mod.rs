@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use device::{Disk, Done, InlineQueue, Kind, Queue, RamDisk, Request, ThreadQueue};
+use device::{Disk, Done, InlineQueue, Queue, RamDisk, Request, RequestKind, ThreadQueue};
 use nbd::{Export, ExportInfo, Exports, Limits, Refusal, Server};
 
 pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
@@ -445,7 +445,7 @@ struct RigQueue {
 
 impl Queue for RigQueue {
     fn submit(&mut self, request: Request) {
-        if !matches!(request.kind, Kind::Flush) {
+        if !matches!(request.kind, RequestKind::Flush) {
             assert!(request.pieces.iter().all(|piece| piece.len > 0));
         }
         self.threads.submit(request);

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use delta::{Frame, MAX_DATA, Record};
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request, Sharing};
+use device::{Buf, Disk, Piece, Pieces, Queue, Request, RequestKind, Sharing};
 use twox_hash::XxHash3_128;
 
 /// Operations kept on their way.
@@ -131,7 +131,7 @@ impl Copies {
         if cached(&*self.disk, &pieces, &mut buf) {
             job.data = Some(buf);
         } else {
-            self.queue.submit(Request { kind: Kind::Read, pieces, buf, token });
+            self.queue.submit(Request { kind: RequestKind::Read, pieces, buf, token });
         }
     }
 

@@ -96,7 +96,7 @@ impl View {
                 let image = Image::open(file, &path, Use::ReadBesideWriter);
                 return Ok((Arc::new(image.map_err(io_error("open", &path))?) as _, inode));
             }
-            let reading = device::Options { write: false, direct: true, exclusive: false };
+            let reading = device::DiskOptions { write: false, direct: true, exclusive: false };
             Ok((device::adopt(file, &path, &reading)?, if device { 0 } else { inode }))
         };
         let (began, mut looked) = (Instant::now(), None::<Instant>);

@@ -366,7 +366,7 @@ impl Destination for FileDestination {
         if !self.format.is_raw() {
             return Ok(self.image(name)?);
         }
-        let mut options = device::Options { write: true, direct: true, exclusive: false };
+        let mut options = device::DiskOptions { write: true, direct: true, exclusive: false };
         let path = self.path.with_file_name(self.file_name(name));
         let file = match self.file(name, OFlags::RDWR) {
             // To be compared it is only read.
@@ -468,7 +468,7 @@ pub struct DeviceDestination {
 impl DeviceDestination {
     /// Opens a device exclusively.
     pub fn new(path: PathBuf) -> Result<DeviceDestination> {
-        let disk = device::open(&path, &device::Options { write: true, direct: true, exclusive: true })?;
+        let disk = device::open(&path, &device::DiskOptions { write: true, direct: true, exclusive: true })?;
         let number = device::identity(&path)?.dev;
         Ok(DeviceDestination { path, kernel: Some((number, Gauge::of(number))), boot: Boot::current(), disk })
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use delta::{Encoder, Frame, Header, Method, Record, Writer};
-use device::{Buf, Disk, Done, Kind as Op, Queue, RamDisk, Request};
+use device::{Buf, Disk, Done, Queue, RamDisk, Request, RequestKind as Op};
 use testing::faulty::Power;
 
 use super::crash::{Scenario, cut_everywhere, on, replica_at};

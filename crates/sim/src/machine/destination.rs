@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use device::{Boot, Clock, Disk, Folder, Medium, Written};
+use device::{Boot, Clock, Disk, Folder, Medium, WriteCounts};
 use replica::{Destination, Membership, Name, Stamp};
 
 use crate::machine::files::{SimDisk, SimFolder, group_folder, settle};
@@ -211,7 +211,7 @@ impl Destination for SimDevice {
         self.process.host.call(&self.process, Call::Read, |state| {
             let boot = state.boot().0;
             let inode = state.files.inode(self.number)?;
-            let written = Written { sectors: inode.counted, ..Written::default() };
+            let written = WriteCounts { sectors: inode.counted, ..WriteCounts::default() };
             let medium = Medium {
                 id: Some(format!("disk-{}", self.number)),
                 boot,

@@ -14,7 +14,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use device::{Boot, Clock, DeviceError, Disk, Format, Identity, WriteWatch, Written};
+use device::{Boot, Clock, DeviceError, Disk, Format, Identity, WriteCounts, WriteWatch};
 use extents::Extents;
 use qcow2::{Head, Image, Use};
 
@@ -37,7 +37,7 @@ pub trait Backing: Send + Sync {
         self.reader()
     }
     /// The kernel's count of writes to a block device; `None` where there is none.
-    fn written(&self) -> Option<Written> {
+    fn written(&self) -> Option<WriteCounts> {
         None
     }
     /// Makes a file durable with its times, and returns the time of change that it had before, in nanoseconds since 1970; 0 where there
@@ -153,9 +153,9 @@ impl Backing for PathBacking {
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.open(false)
     }
-    fn written(&self) -> Option<Written> {
+    fn written(&self) -> Option<WriteCounts> {
         let now = self.identity().ok().filter(Identity::is_block)?;
-        Written::of(now.dev)
+        WriteCounts::of(now.dev)
     }
     fn durable_time(&self) -> Result<i64, SourceError> {
         let now = self.identity()?;
@@ -235,7 +235,7 @@ pub(crate) fn open_reader(
     followed: &Identity,
     direct: bool,
 ) -> Result<Arc<dyn Disk>, SourceError> {
-    let disk = device::open(path, &device::Options { write: false, direct, exclusive: false })?;
+    let disk = device::open(path, &device::DiskOptions { write: false, direct, exclusive: false })?;
     if !device::identity(path)?.same_object(followed) {
         return Err(SourceError::Replaced(path.to_path_buf()));
     }

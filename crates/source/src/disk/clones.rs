@@ -391,7 +391,7 @@ fn clone_now(
 /// Makes a disk of a clone, which is opened again by what it is.
 fn open_disk(clone: &File, path: &Path) -> Result<Arc<dyn Disk>, SourceError> {
     let file = clone.try_clone().map_err(SourceError::state("open", path))?;
-    Ok(device::adopt(file, path, &device::Options { direct: true, ..Default::default() })?)
+    Ok(device::adopt(file, path, &device::DiskOptions { direct: true, ..Default::default() })?)
 }
 
 /// A hidden folder beside an image.

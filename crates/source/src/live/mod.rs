@@ -34,7 +34,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use delta::Epoch;
-use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, WriteTimes, Written};
+use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, WriteCounts, WriteTimes};
 use extents::Bitmap;
 use serde::{Deserialize, Serialize};
 use trackers::{Felt, Tracker, TrackerLock};
@@ -335,9 +335,9 @@ impl Live {
     }
 
     /// The kernel's count of writes to the disk, if there is one.
-    fn written(&self) -> Option<Written> {
+    fn written(&self) -> Option<WriteCounts> {
         let identity = &self.about.identity;
-        identity.is_block().then(|| Written::of(identity.dev)).flatten()
+        identity.is_block().then(|| WriteCounts::of(identity.dev)).flatten()
     }
 
     fn flush_device(&self) -> Result<(), SourceError> {
@@ -568,7 +568,7 @@ impl Live {
     ///
     /// A write in flight at the checkpoint does not matter: whether it reached the disk before the read or after, the copy is
     /// a state that a power cut at the checkpoint could have left. But a later one to the same blocks shows in the count only.
-    fn nobody_wrote(&self, before: Option<Written>) -> Result<bool, SourceError> {
+    fn nobody_wrote(&self, before: Option<WriteCounts>) -> Result<bool, SourceError> {
         let dirty = self.tracker.dirty()?;
         let now = self.written();
         let counted = now.is_some_and(|count| count.in_flight == 0) && now == before;

@@ -34,7 +34,7 @@
 //!   durable before its times do: at once with `O_DIRECT`, or when the system writes the page back before the file system commits its
 //!   journal. After the power cut the file then has the new content and the old times. `fsync` by the writer makes both durable.
 
-use device::{Boot, DiskKind, Folder, Identity, Life, Written};
+use device::{Boot, DiskKind, Folder, Identity, Life, WriteCounts};
 use serde::{Deserialize, Serialize};
 
 use crate::{Gap, SourceError};
@@ -61,7 +61,7 @@ pub(crate) struct ImageStamp {
     pub larger: Option<u64>,
     /// Of a block device whose record was closed, the kernel's count of writes then. `None` where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub written: Option<Written>,
+    pub written: Option<WriteCounts>,
     /// Blocks that the record had when it was closed: it has no checksum, because it is written through a mapping. `None` while a
     /// source is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -90,7 +90,7 @@ pub(crate) struct LastWrite {
     /// The process saw that others had changed the image.
     pub foreign: bool,
     /// Of a block device, the kernel's count of writes now.
-    pub written: Option<Written>,
+    pub written: Option<WriteCounts>,
 }
 
 /// Why the record of a block device is not believed.

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use delta::{Frame, Record};
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, Piece, Pieces, Queue, Request, RequestKind};
 use extents::Bitmap;
 
 use crate::plan::dense::fill_dense;
@@ -295,7 +295,7 @@ impl Job {
         buf.set_len(bytes as usize);
         let pieces: Pieces =
             self.spans.iter().map(|s| Piece { offset: s.start, len: s.end - s.start }).collect();
-        Request { kind: Kind::Read, pieces, buf, token }
+        Request { kind: RequestKind::Read, pieces, buf, token }
     }
 
     /// What was read, as a frame: what is between them is dropped, zeroes become records without data; those that begin
