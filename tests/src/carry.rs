@@ -15,7 +15,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use device::{Buf, Piece, Queue, Request, RequestKind};
-use link::{ConnectOptions, Keys, Limits, Link, Listener, Message, Receiver};
+use link::{ConnectOptions, Keys, Link, Listener, ListenerLimits, Message, Receiver};
 
 type Done<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
@@ -80,7 +80,7 @@ fn sink_tcp(address: SocketAddr) -> Done<()> {
 
 fn sink_tls(address: SocketAddr, folder: &Path) -> Done<()> {
     let far = Keys::new(folder.join("far"));
-    let listener = Listener::bind(address, &far, Limits::default(), |line| eprintln!("{line}"))?;
+    let listener = Listener::bind(address, &far, ListenerLimits::default(), |line| eprintln!("{line}"))?;
     println!("listening {}", listener.address());
     listener.run(|link, _| {
         if let Err(error) = take(link) {
@@ -98,7 +98,7 @@ fn connect(address: SocketAddr, connections: &str, folder: &str) -> Done<Link> {
 
 fn sink_file(address: SocketAddr, folder: &Path, file: &Path) -> Done<()> {
     let far = Keys::new(folder.join("far"));
-    let listener = Listener::bind(address, &far, Limits::default(), |line| eprintln!("{line}"))?;
+    let listener = Listener::bind(address, &far, ListenerLimits::default(), |line| eprintln!("{line}"))?;
     println!("listening {}", listener.address());
     let file = file.to_path_buf();
     listener.run(move |link, _| {
