@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use device::{Disk, ExportUri, NbdServer};
 use extents::Bitmap;
-use nbd::{Context, Export, ExportInfo, Exports, Refusal, Status, state};
+use nbd::{BlockStatus, Context, Export, ExportInfo, Exports, Refusal, state};
 use source::{ControlServer, SharedView, Source, SourceGroup, StateDir, export_name};
 use sync::Site as _;
 
@@ -131,10 +131,10 @@ impl Context for Dirty {
     fn name(&self) -> &str {
         DIRTY
     }
-    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<BlockStatus>> {
         if self.source.lost().is_some() {
             // Without a record everything counts as dirty.
-            return Ok(vec![Status { len, flags: state::DIRTY }]);
+            return Ok(vec![BlockStatus { len, flags: state::DIRTY }]);
         }
         let disk = self.source.disk();
         let block_size = u64::from(disk.block_size());
@@ -164,7 +164,7 @@ impl Context for Changed {
     fn prepare(&self) -> io::Result<()> {
         self.changes().map(drop)
     }
-    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<BlockStatus>> {
         let changes = self.changes()?;
         let block_size = u64::from(self.source.about().block_size);
         let runs = changes.runs_in(blocks(offset, len, block_size)).take(limit).collect();
@@ -178,7 +178,7 @@ fn blocks(offset: u64, len: u64, block_size: u64) -> Range<u64> {
 }
 
 /// Turns dirty runs of blocks into runs of bytes with flags, gapless from `offset` as far as the runs are known.
-fn runs_of(offset: u64, len: u64, block_size: u64, dirty: Vec<Range<u64>>) -> Vec<Status> {
+fn runs_of(offset: u64, len: u64, block_size: u64, dirty: Vec<Range<u64>>) -> Vec<BlockStatus> {
     let end = offset + len;
     let mut statuses = Vec::new();
     let mut at = offset;
@@ -188,14 +188,14 @@ fn runs_of(offset: u64, len: u64, block_size: u64, dirty: Vec<Range<u64>>) -> Ve
             continue;
         }
         if start > at {
-            statuses.push(Status { len: start - at, flags: 0 });
+            statuses.push(BlockStatus { len: start - at, flags: 0 });
         }
-        statuses.push(Status { len: stop - start, flags: state::DIRTY });
+        statuses.push(BlockStatus { len: stop - start, flags: state::DIRTY });
         at = stop;
     }
     // If the list of runs was cut off, the rest is not known here; clients ask again from the end of the answer.
     if statuses.is_empty() {
-        statuses.push(Status { len, flags: 0 });
+        statuses.push(BlockStatus { len, flags: 0 });
     }
     statuses
 }

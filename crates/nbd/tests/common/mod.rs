@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use device::{Disk, Done, InlineQueue, Queue, RamDisk, Request, RequestKind, ThreadQueue};
-use nbd::{Export, ExportInfo, Exports, Limits, Refusal, Server};
+use nbd::{Export, ExportInfo, Exports, Refusal, Server, ServerLimits};
 
 pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 pub(crate) const ACK: u32 = 1;
@@ -337,7 +337,7 @@ impl Exports for Table {
 }
 
 /// A server with one export, `disk`, changed by `adjust`.
-pub(crate) fn serve_one<F>(disk: Arc<dyn Disk>, limits: Limits, adjust: F) -> Server
+pub(crate) fn serve_one<F>(disk: Arc<dyn Disk>, limits: ServerLimits, adjust: F) -> Server
 where
     F: Fn(&mut Export) + Send + Sync + 'static,
 {
@@ -354,7 +354,7 @@ where
 }
 
 pub(crate) fn serve(disk: Arc<dyn Disk>) -> Server {
-    serve_one(disk, Limits::default(), |_| {})
+    serve_one(disk, ServerLimits::default(), |_| {})
 }
 
 /// How a [`Rig`] carries out what it is asked.
