@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use device::{Boot, Clock, DeviceError, Dir, Disk, ExportUri, Folder, Format, Gauge, Medium, Sharing};
 use nbd::NbdDisk;
-use qcow2::{Head, Image};
+use qcow2::{Image, ImageHeader};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -221,9 +221,9 @@ impl FileDestination {
 
     /// Refuses a file in which no replica can be, by what its head says.
     fn fit(&self, file: &File) -> Result<()> {
-        let head = Head::of(file).map_err(io_error("read", &self.path))?;
+        let head = ImageHeader::of(file).map_err(io_error("read", &self.path))?;
         let none = Some(("it is no qcow2 file", "give another path"));
-        head.as_ref().map_or(none, Head::refusal_of_replica).map_or(Ok(()), |(why, way_out)| {
+        head.as_ref().map_or(none, ImageHeader::refusal_of_replica).map_or(Ok(()), |(why, way_out)| {
             Err(ReplicaError::Refused(format!(
                 "{} cannot be a replica: {why}: {way_out}",
                 self.path.display()
@@ -245,7 +245,7 @@ impl FileDestination {
         if self.format.is_raw() || !file.is_file() {
             return Ok(file.len());
         }
-        Ok(Head::of(&self.file(name, OFlags::RDONLY)?)?.map_or(0, |head| head.size))
+        Ok(ImageHeader::of(&self.file(name, OFlags::RDONLY)?)?.map_or(0, |head| head.size))
     }
 
     fn stamp_of(&self, name: Name, file: &std::fs::Metadata) -> io::Result<Stamp> {
@@ -449,7 +449,7 @@ impl Destination for FileDestination {
         if self.format.is_raw() {
             return Ok(());
         }
-        match self.file(Name::Final, OFlags::RDONLY).and_then(|file| Head::of(&file)) {
+        match self.file(Name::Final, OFlags::RDONLY).and_then(|file| ImageHeader::of(&file)) {
             Ok(Some(head)) => head.check_size(len),
             _ => qcow2::check_size(len),
         }

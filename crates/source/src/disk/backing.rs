@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 
 use device::{Boot, Clock, DeviceError, Disk, Format, Identity, WriteCounts, WriteWatch};
 use extents::Extents;
-use qcow2::{Head, Image, Use};
+use qcow2::{Image, ImageHeader, Use};
 
 use crate::SourceError;
 
@@ -187,7 +187,7 @@ pub fn disk_in(file: Identity, format: Format) -> Result<Identity, SourceError> 
         return Ok(file);
     }
     #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
-    let head = File::open(&file.path).and_then(|open| Head::of(&open));
+    let head = File::open(&file.path).and_then(|open| ImageHeader::of(&open));
     // What is no such file any more has no disk: another size is another disk.
     let size = head.map_err(SourceError::state("read", &file.path))?.map_or(0, |head| head.size);
     Ok(Identity { size, ..file })
@@ -202,8 +202,8 @@ pub(crate) fn open_image(path: &Path, access: Use, serves: Option<&Path>) -> Res
     #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
     let opened = File::options().read(true).write(access == Use::Write).open(path);
     let file = opened.map_err(SourceError::state("open", path))?;
-    let head = Head::of(&file).map_err(SourceError::state("read", path))?;
-    let refuses = if access == Use::Read { Head::refusal_of_reader } else { Head::refusal };
+    let head = ImageHeader::of(&file).map_err(SourceError::state("read", path))?;
+    let refuses = if access == Use::Read { ImageHeader::refusal_of_reader } else { ImageHeader::refusal };
     let refusal = head.as_ref().map_or(Some(("it is no qcow2 file any more", "restore it")), refuses);
     if let Some((why, way_out)) = refusal {
         return Err(SourceError::Refused(format!("{} cannot be a source: {why}: {way_out}", path.display())));

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Boot, DeviceErrorKind, Dir, Disk, DiskKind, Folder, Identity, WriteWatch};
 use extents::Extents;
-use qcow2::Head;
+use qcow2::ImageHeader;
 use serde::{Deserialize, Serialize};
 
 use crate::disk::backing::Backing;
@@ -373,7 +373,7 @@ fn qcow2_size(path: &Path) -> Result<Option<u64>, SourceError> {
         return Ok(None);
     }
     #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
-    let head = File::open(path).and_then(|file| Head::of(&file));
+    let head = File::open(path).and_then(|file| ImageHeader::of(&file));
     Ok(head.map_err(SourceError::state("read", path))?.map(|head| head.size))
 }
 
