@@ -13,7 +13,7 @@ use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, WriteWatch}
 use extents::Bitmap;
 use lineage::Point;
 use qcow2::Use;
-use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
+use trackers::{CowStore, Follower, Frozen, LastWriteTime, TrackOptions, TrackedDisk};
 use uuid::Uuid;
 
 use crate::disk::backing::{Backing, PathBacking, disk_in, open_image};
@@ -60,7 +60,7 @@ pub struct SourceOptions {
     pub allow_shrink: bool,
     /// The most bytes that one view may save.
     pub view_limit: u64,
-    /// False omits the write-intent log; see [`Settings::intents`].
+    /// False omits the write-intent log; see [`TrackOptions::intents`].
     pub intents: bool,
     /// Region size of the write-intent log in bytes.
     pub region: u64,
@@ -84,7 +84,7 @@ impl Default for SourceOptions {
             allow_shrink: false,
             view_limit: SourceOptions::VIEW_LIMIT,
             intents: true,
-            region: Settings::REGION,
+            region: TrackOptions::REGION,
             sweep_every: SourceOptions::SWEEP_EVERY,
         }
     }
@@ -116,9 +116,9 @@ impl SourceOptions {
     }
 
     /// How its disk is tracked. `lost`: what was written is not known, so nothing can be lost by a smaller disk.
-    fn settings(&self, block_size: u32, lost: bool, clock: Clock) -> Settings {
+    fn settings(&self, block_size: u32, lost: bool, clock: Clock) -> TrackOptions {
         let allow_shrink = self.allow_shrink || lost;
-        Settings { block_size, region: self.region, intents: self.intents, allow_shrink, clock }
+        TrackOptions { block_size, region: self.region, intents: self.intents, allow_shrink, clock }
     }
 }
 

@@ -17,7 +17,7 @@ use link::Link;
 use source::{About, CutOptions, FreezeMode, Handle, Live, StateDir};
 use sync::{Commit, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable, push, receive};
 use testing::{Random, rounds};
-use trackers::{Settings, TrackError, TrackedDisk, Tracker};
+use trackers::{TrackError, TrackOptions, TrackedDisk, Tracker};
 use uuid::Uuid;
 
 const BLOCK: u64 = 4096;
@@ -161,9 +161,9 @@ impl Scene {
         std::fs::create_dir(&state).unwrap();
         let options = device::DiskOptions { write: true, direct: false, exclusive: false };
         let inner = device::open(&image, &options).unwrap();
-        let settings = Settings {
+        let settings = TrackOptions {
             block_size: BLOCK as u32,
-            region: Settings::REGION,
+            region: TrackOptions::REGION,
             intents: false,
             allow_shrink: false,
             clock: device::Clock::system(),

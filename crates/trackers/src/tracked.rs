@@ -101,7 +101,7 @@ impl TrackError {
 
 /// How to track.
 #[derive(Debug, Clone)]
-pub struct Settings {
+pub struct TrackOptions {
     /// Block size in bytes: a power of two from 4096 to 1 MiB.
     pub block_size: u32,
     /// Bytes a region of the write-intent log.
@@ -115,7 +115,7 @@ pub struct Settings {
     pub clock: Clock,
 }
 
-impl Settings {
+impl TrackOptions {
     /// Bytes a region of the write-intent log.
     pub const REGION: u64 = 16 << 20;
 }
@@ -161,7 +161,7 @@ impl Drop for Follower {
 struct Shared {
     disk: Arc<dyn Disk>,
     folder: Arc<dyn Folder>,
-    settings: Settings,
+    settings: TrackOptions,
     gate: Gate,
     intents: Intents,
     served: LastWriteTime,
@@ -211,7 +211,7 @@ impl TrackedDisk {
     pub fn open(
         disk: Arc<dyn Disk>,
         folder: Arc<dyn Folder>,
-        settings: Settings,
+        settings: TrackOptions,
         last_epoch: u64,
         trusted: bool,
         power_lost: bool,
@@ -251,7 +251,7 @@ impl TrackedDisk {
     fn begin_record(
         folder: &dyn Folder,
         size: u64,
-        settings: &Settings,
+        settings: &TrackOptions,
         last_epoch: u64,
         trusted: bool,
         power_lost: bool,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use device::{Buf, Dir, Disk, Done, Folder, Piece, Queue, RamDisk, Request, RequestKind};
 use testing::{Random, rounds};
-use trackers::{CowStore, Settings, TrackedDisk};
+use trackers::{CowStore, TrackOptions, TrackedDisk};
 
 const BLOCK: u64 = 4096;
 const REGION: u64 = 1 << 20;
@@ -156,7 +156,7 @@ fn no_writer_waits_for_one_who_waits_for_the_writers() {
     let seconds = rounds(3, 60);
     let temp = tempfile::tempdir().unwrap();
     let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
-    let settings = Settings {
+    let settings = TrackOptions {
         block_size: BLOCK as u32,
         region: REGION,
         intents: true,
