@@ -10,7 +10,8 @@ use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{FoundMembers, Group, Intent, KnownReplicas, Lineage, Options, Replica, ReplicaError};
 use source::{
-    About, Backing, Gap, Handle, History, Members, Membership, Source, SourceError, SourceOptions, Succession,
+    Backing, Gap, Handle, History, Members, Source, SourceError, SourceMembership, SourceMetadata,
+    SourceOptions, Succession,
 };
 use sync::{Site, SyncError};
 use trackers::TrackedDisk;
@@ -105,8 +106,8 @@ impl SimSite {
         let backing = SimBacking::new(held, &self.process, &reader, IMAGES, name);
         let identity = backing.identity()?;
         let about = match source::about_in(&*folder)? {
-            Some(known) => About { identity, ..known },
-            None => About::new(self.fresh, identity, BLOCK as u32),
+            Some(known) => SourceMetadata { identity, ..known },
+            None => SourceMetadata::new(self.fresh, identity, BLOCK as u32),
         };
         source::write_about(&*folder, &about)?;
         let options =
@@ -153,13 +154,13 @@ impl Site for SimSite {
         Ok(())
     }
 
-    fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError> {
+    fn source(&self, what: &str) -> Result<Option<(PathBuf, SourceMetadata)>, SourceError> {
         let place = source_folder(&name_of(Path::new(what)));
         let about = source::about_in(&self.folder_named(&place))?;
         Ok(about.map(|about| (PathBuf::from(place), about)))
     }
 
-    fn sources(&self) -> Result<Vec<About>, SourceError> {
+    fn sources(&self) -> Result<Vec<SourceMetadata>, SourceError> {
         let all = self.disks().into_iter().map(|name| self.source(&name));
         Ok(all.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().map(|(_, about)| about).collect())
     }
@@ -199,7 +200,7 @@ impl Site for SimSite {
         Ok(true)
     }
 
-    fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
+    fn doubt(&self, place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
         let (name, place) = (name_of(&about.path), place.to_string_lossy());
         let held = Held::take(&self.process, &place).ok_or_else(|| busy(&name))?;
         let reader = Arc::new(Mutex::new(self.process.clone()));
@@ -210,7 +211,7 @@ impl Site for SimSite {
     fn written_since(
         &self,
         place: &Path,
-        about: &About,
+        about: &SourceMetadata,
         history: &History,
         into: &Bitmap,
     ) -> Result<Option<Gap>, SourceError> {
@@ -225,7 +226,7 @@ impl Site for SimSite {
         Ok(Some("nothing records its writes".into()))
     }
 
-    fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError> {
+    fn forget(&self, place: &Path, about: &SourceMetadata) -> Result<(), SourceError> {
         if self.served.contains_key(&name_of(&about.path)) {
             return Err(SourceError::Refused("it is being served".into()));
         }
@@ -273,7 +274,7 @@ impl Site for SimSite {
         for disk in self.disks() {
             let Some((place, about)) = self.source(&disk)? else { continue };
             let folder = self.folder_named(&place.to_string_lossy());
-            if let Some(group) = Membership::read(&folder)?.filter(|group| group.name == name) {
+            if let Some(group) = SourceMembership::read(&folder)?.filter(|group| group.name == name) {
                 members.push((place, about, group));
             }
         }
@@ -285,7 +286,7 @@ impl Site for SimSite {
         Ok(())
     }
 
-    fn join_group(&self, path: &Path, group: Membership) -> Result<bool, SourceError> {
+    fn join_group(&self, path: &Path, group: SourceMembership) -> Result<bool, SourceError> {
         let folder = self.folder_named(&source_folder(&name_of(path)));
         source::join_in(&folder, path, group, &|name| self.group_members(name))
     }

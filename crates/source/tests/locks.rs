@@ -5,7 +5,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use device::{Buf, Disk, Piece, Request, RequestKind};
-use source::{Client, ControlServer, History, Source, SourceOptions, StateDir};
+use source::{ControlClient, ControlServer, History, Source, SourceOptions, StateDir};
 
 /// Long enough for any answer, on a busy machine too.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -47,7 +47,7 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
         tell.send("all that is dirty").unwrap();
         let folder = asking.folder().path().to_path_buf();
         let history = History::read(asking.folder()).unwrap();
-        Client::connect(&folder).unwrap().unwrap().status(&history).unwrap();
+        ControlClient::connect(&folder).unwrap().unwrap().status(&history).unwrap();
         tell.send("the status").unwrap();
         asking.disk().sweep(10).unwrap();
         tell.send("a sweep that finds nothing idle").unwrap();

@@ -9,7 +9,7 @@ use std::time::Instant;
 use delta::{Frame, Method};
 use link::Traffic;
 use serde::{Deserialize, Serialize};
-use source::About;
+use source::SourceMetadata;
 
 use crate::extents::Extents;
 
@@ -97,7 +97,7 @@ pub struct GivenUp {
 
 impl Summary {
     /// The summary of a sync that has done nothing yet.
-    pub(crate) fn new(about: &About, destination: &str, dry_run: bool) -> Summary {
+    pub(crate) fn new(about: &SourceMetadata, destination: &str, dry_run: bool) -> Summary {
         Summary {
             source: about.path.clone(),
             destination: destination.to_owned(),

@@ -7,7 +7,9 @@ use delta::Epoch;
 use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{Group, Intent, KnownReplicas, Lineage, Replica};
-use source::{About, Gap, Handle, History, Members, Membership, SourceError, SourceOptions, Succession};
+use source::{
+    Gap, Handle, History, Members, SourceError, SourceMembership, SourceMetadata, SourceOptions, Succession,
+};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -51,12 +53,12 @@ pub trait Site: Sync {
     ///
     /// # Errors
     /// As for [`source::StateDir::source`].
-    fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError>;
+    fn source(&self, what: &str) -> Result<Option<(PathBuf, SourceMetadata)>, SourceError>;
     /// All known sources whose state can be read.
     ///
     /// # Errors
     /// If their folders cannot be listed.
-    fn sources(&self) -> Result<Vec<About>, SourceError>;
+    fn sources(&self) -> Result<Vec<SourceMetadata>, SourceError>;
     /// The folder of a source's state.
     ///
     /// # Errors
@@ -80,7 +82,7 @@ pub trait Site: Sync {
     ///
     /// # Errors
     /// As for [`source::doubt`].
-    fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError>;
+    fn doubt(&self, place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError>;
     /// As [`source::written_since`]: why that is not known.
     ///
     /// # Errors
@@ -88,7 +90,7 @@ pub trait Site: Sync {
     fn written_since(
         &self,
         place: &Path,
-        about: &About,
+        about: &SourceMetadata,
         history: &History,
         into: &Bitmap,
     ) -> Result<Option<Gap>, SourceError>;
@@ -96,7 +98,7 @@ pub trait Site: Sync {
     ///
     /// # Errors
     /// As for [`source::forget_source`].
-    fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError>;
+    fn forget(&self, place: &Path, about: &SourceMetadata) -> Result<(), SourceError>;
     /// The list of replicas, if the host has one.
     fn known(&self) -> Option<KnownReplicas>;
     /// The group of that name among the replicas in the folder of this one, and that folder, held.
@@ -134,7 +136,7 @@ pub trait Site: Sync {
     ///
     /// # Errors
     /// As for [`source::join_group`].
-    fn join_group(&self, path: &Path, group: Membership) -> Result<bool, SourceError>;
+    fn join_group(&self, path: &Path, group: SourceMembership) -> Result<bool, SourceError>;
     /// The folder of the demotion of a group, with its lock.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use std::time::Duration;
 use device::{Dir, Disk};
 use extents::Bitmap;
 use link::Link;
-use source::{About, CutOptions, FreezeMode, Handle, Live, StateDir};
+use source::{CutOptions, FreezeMode, Handle, Live, SourceMetadata, StateDir};
 use sync::{Commit, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable, push, receive};
 use testing::{Random, rounds};
 use trackers::{TrackError, TrackOptions, TrackedDisk, Tracker};
@@ -200,7 +200,8 @@ impl Scene {
         let disk = device::open(&path, &options).unwrap();
         let disk = Arc::new(Seen { disk, world: self.world.clone() });
         let identity = device::identity(&path).unwrap();
-        let about = About { path, ..About::new(Uuid::from_u128(5), identity, BLOCK as u32) };
+        let about =
+            SourceMetadata { path, ..SourceMetadata::new(Uuid::from_u128(5), identity, BLOCK as u32) };
         let folder = Arc::new(Dir::open(&folder).unwrap());
         Live::over(about, disk, folder, self.standin()).unwrap().into()
     }

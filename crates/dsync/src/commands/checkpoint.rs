@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use delta::Epoch;
 use serde::Serialize;
-use source::{Bookmarks, Handle, History, Position, SourceError, StateDir};
+use source::{Bookmarks, Handle, History, KnownPosition, SourceError, StateDir};
 use sync::SyncError;
 use uuid::Uuid;
 
@@ -222,7 +222,7 @@ fn find(args: &args::Changes, handle: &Handle) -> Result<Changes, SyncError> {
         Some(at) => handle.epoch(at)?,
         None => {
             // If the changes are not known, no epoch ends.
-            handle.reaches(&[Position { epoch: since, upto: u64::MAX }])?;
+            handle.reaches(&[KnownPosition { epoch: since, upto: u64::MAX }])?;
             handle.end_epoch()?
         }
     };

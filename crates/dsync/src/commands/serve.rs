@@ -483,7 +483,7 @@ fn warn_odd(image: &Path, output: &Output) {
 
 /// Says that a disk is served without the others of its group.
 fn warn_alone(source: &Source, state: &StateDir, output: &Output) -> Result<()> {
-    let Some(group) = source::Membership::read(source.folder())? else { return Ok(()) };
+    let Some(group) = source::SourceMembership::read(source.folder())? else { return Ok(()) };
     let (name, path) = (group.name, source.about().path.display());
     let members = source::group_members(state, &name)?;
     let all: Vec<String> = members.iter().map(|(_, about, _)| about.path.display().to_string()).collect();

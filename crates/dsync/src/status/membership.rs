@@ -29,7 +29,7 @@ pub(crate) struct Group {
 impl Group {
     /// The group of a source whose last epoch this is.
     pub(crate) fn of_source(folder: &device::Dir, last: Option<delta::Epoch>) -> Result<Option<Group>> {
-        let Some(group) = source::Membership::read(folder)? else { return Ok(None) };
+        let Some(group) = source::SourceMembership::read(folder)? else { return Ok(None) };
         let committed = group.committed(folder)?;
         Ok(Some(Group {
             epoch: committed.map(|(cut, _)| cut.number),

@@ -17,8 +17,8 @@ use replica::State;
 use serde::ser::Error as _;
 use serde::{Serialize, Serializer};
 use source::{
-    About, Bookmark, Bookmarks, Client, History, KeptClone, LastFailure, LastVerify, Position, StateDir,
-    Status, Tally, Work,
+    Bookmark, Bookmarks, ControlClient, History, KeptClone, KnownPosition, LastFailure, LastVerify,
+    ServerStatus, SourceMetadata, StateDir, Tally, Work,
 };
 use sync::SyncError;
 
@@ -64,7 +64,7 @@ pub(crate) struct SourceStatus {
     /// The name that its last epoch was given by who told what changed up to it.
     moment: Option<String>,
     #[serde(serialize_with = "in_words")]
-    pub served: Option<Status>,
+    pub served: Option<ServerStatus>,
     pub replicas: Vec<Lacking>,
     /// Replicas of which no copy was ever complete.
     pub first_copies: Vec<Tally>,
@@ -75,7 +75,7 @@ pub(crate) struct SourceStatus {
 }
 
 /// What a server says of itself, with why changes are not known in words.
-fn in_words<S: Serializer>(served: &Option<Status>, to: S) -> Result<S::Ok, S::Error> {
+fn in_words<S: Serializer>(served: &Option<ServerStatus>, to: S) -> Result<S::Ok, S::Error> {
     let mut value = serde_json::to_value(served).map_err(S::Error::custom)?;
     if let Some(why) = served.as_ref().and_then(|served| served.lost.as_ref()) {
         value["lost"] = why.to_string().into();
@@ -222,7 +222,7 @@ pub(crate) fn unreadable(place: &Path) -> String {
 
 impl SourceStatus {
     /// Reads what is known of a source, without holding it.
-    pub(crate) fn read(place: &Path, about: About) -> Result<(SourceStatus, History)> {
+    pub(crate) fn read(place: &Path, about: SourceMetadata) -> Result<(SourceStatus, History)> {
         let folder = device::Dir::existing(place)?;
         let (history, bookmarks) = read_both(&folder)?;
         // A device without a byte has no disk, as a loop device that is detached.
@@ -233,7 +233,7 @@ impl SourceStatus {
             moment.as_ref().is_some_and(|moment| moment.elsewhere) || device::is_export(&about.path);
         let disk = |file| source::disk_in(file, about.format).map_or(about.identity.size, |disk| disk.size);
         let size = found.map(disk).or(elsewhere.then_some(about.identity.size));
-        let served = match Client::connect(place)? {
+        let served = match ControlClient::connect(place)? {
             Some(client) => Some(client.status(&history)?),
             None => None,
         };
@@ -249,10 +249,11 @@ impl SourceStatus {
             }
             _ => None,
         };
-        let source::Written { unknown, clone } = source::written_since(place, &about, &history, &written)?;
+        let source::SourceWrites { unknown, clone } =
+            source::written_since(place, &about, &history, &written)?;
         let lacks = |replica: String, bookmark: Bookmark| {
             let lacking = blocks();
-            let position = Position { epoch: bookmark.epoch, upto: u64::MAX };
+            let position = KnownPosition { epoch: bookmark.epoch, upto: u64::MAX };
             let known = history.changes_since(&[position], block_size, &lacking);
             lacking.union_with(&written);
             let (blocks, why, compared) = match (known, &unknown) {
@@ -328,7 +329,7 @@ fn read_both(folder: &device::Dir) -> Result<(History, Bookmarks)> {
 /// How often a source that is synced without a pause is read again.
 const ATTEMPTS: u32 = 20;
 
-fn source_status(place: &Path, about: About, output: &Output) -> Result<Option<Group>> {
+fn source_status(place: &Path, about: SourceMetadata, output: &Output) -> Result<Option<Group>> {
     let (status, history) = SourceStatus::read(place, about)?;
     say(&status, output);
     status.group.iter().for_each(|group| group.say_of_source(output));

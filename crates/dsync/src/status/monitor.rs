@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result, bail};
 use replica::KnownReplica;
 use serde::Serialize;
-use source::{About, LastVerify, StateDir, Tally};
+use source::{LastVerify, SourceMetadata, StateDir, Tally};
 
 use crate::args;
 use crate::failure;
@@ -84,7 +84,7 @@ impl Found {
         });
     }
 
-    fn read_source(&mut self, place: &Path, about: About) {
+    fn read_source(&mut self, place: &Path, about: SourceMetadata) {
         match SourceStatus::read(place, about) {
             Ok((status, _)) => self.sources.push(status),
             Err(error) => self.fail(place, error),

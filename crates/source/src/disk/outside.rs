@@ -8,7 +8,7 @@ use delta::Epoch;
 use crate::disk::backing::Backing;
 use crate::disk::clones::NewClone;
 use crate::disk::moments::NewMoment;
-use crate::record::stamp::Verdict;
+use crate::record::stamp::StampVerdict;
 use crate::{Gap, SourceError};
 
 /// Who says, other than the record, what was written to a source before it was opened; until that is in an epoch.
@@ -29,7 +29,7 @@ impl Outside {
     }
 
     /// What is known of the disk, by what its record says.
-    pub(crate) fn verdict(&self, recorded: Verdict) -> Verdict {
+    pub(crate) fn verdict(&self, recorded: StampVerdict) -> StampVerdict {
         match self {
             Outside::Clone(clone) => clone.verdict(recorded),
             Outside::Moment(moment) => moment.verdict(recorded),

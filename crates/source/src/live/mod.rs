@@ -48,13 +48,13 @@ use crate::record::bookmarks::{Bookmarks, Reached};
 use crate::record::history::History;
 use crate::record::lives;
 use crate::record::stamp::ImageStamp;
-use crate::record::state::{About, StateDir, about_in, write_about};
+use crate::record::state::{SourceMetadata, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
 use crate::views::courtesy::{Courtesy, Feels};
 use crate::views::memory_view::{MemoryReader, MemoryView};
 use crate::views::shared::View;
 use crate::{Gap, SourceError};
-use freeze::{Freeze, FreezeError, Prepared};
+use freeze::{Freeze, FreezeError, PreparedFreeze};
 
 /// Whether file systems may be frozen for the last pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -123,7 +123,7 @@ impl Cut {
 
 /// A live disk, held.
 pub struct Live {
-    about: About,
+    about: SourceMetadata,
     folder: Arc<dyn Folder>,
     tracker: Box<dyn Tracker>,
     disk: Arc<dyn Disk>,
@@ -208,7 +208,7 @@ impl Live {
         };
         let disk = open_reader(&path, &identity, true)?;
         let block_size = tracker.block_size();
-        let about = About { path, ..About::new(uuid, identity, block_size) };
+        let about = SourceMetadata { path, ..SourceMetadata::new(uuid, identity, block_size) };
         let about = match known {
             Some((_, known)) => about.in_term_of(about_in(&folder)?.unwrap_or(known)),
             None => about,
@@ -223,7 +223,7 @@ impl Live {
     /// Opens a live disk from its parts. Takes no lock.
     #[doc(hidden)]
     pub fn over(
-        mut about: About,
+        mut about: SourceMetadata,
         disk: Arc<dyn Disk>,
         folder: Arc<dyn Folder>,
         tracker: Box<dyn Tracker>,
@@ -253,7 +253,7 @@ impl Live {
     }
 
     /// What the source's folder says of it.
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &SourceMetadata {
         &self.about
     }
 
@@ -518,7 +518,7 @@ impl Live {
     fn read_while_it_shrinks(
         &self,
         epochs: &mut Epochs,
-        prepared: &Prepared,
+        prepared: &PreparedFreeze,
         capture: &mut MemoryReader,
     ) -> Result<u64, SourceError> {
         let mut convergence = Convergence::new(LITTLE);

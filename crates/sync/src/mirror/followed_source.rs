@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use extents::Bitmap;
 use link::Link;
-use source::{Batches, Handle, SourceError};
+use source::{BatchFollower, Handle, SourceError};
 use uuid::Uuid;
 
 use super::session::{MirrorSession, Sent, SessionContext};
@@ -25,7 +25,7 @@ use crate::wire::messages::{MirrorPlan, Open, PLAN, Plan, Status, open, part};
 pub(super) struct FollowedSource {
     handle: Handle,
     /// `None` for a live disk, each of whose batches is a sync.
-    batches: Option<Batches>,
+    batches: Option<BatchFollower>,
     /// Where the replica was last known to be.
     at: At,
     /// Batches that were sent and not confirmed, oldest first.

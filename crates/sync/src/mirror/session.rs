@@ -10,7 +10,7 @@ use delta::{Compressor, Encoder, Epoch, Frame, Header, Method, encode_frame};
 use extents::Bitmap;
 use lineage::Lives;
 use link::{Received, Receiver, Sender};
-use source::{Batch, Batches, Handle, Reached};
+use source::{Batch, BatchFollower, Handle, Reached};
 use uuid::Uuid;
 
 use super::epoch_hook::{EpochHook, Held};
@@ -48,7 +48,7 @@ pub(super) struct Sent {
 /// What a session needs from the mirror.
 pub(super) struct SessionContext<'a> {
     pub(super) handle: &'a Handle,
-    pub(super) batches: &'a Batches,
+    pub(super) batches: &'a BatchFollower,
     pub(super) options: &'a MirrorOptions,
     pub(super) stop: &'a AtomicBool,
     pub(super) pause: &'a AtomicBool,

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use lineage::{Branch, Lives};
-use source::{Gap, Handle, Position, Reached, SourceError, View};
+use source::{Gap, Handle, KnownPosition, Reached, SourceError, View};
 
 use crate::error::SyncError;
 use crate::options::{SyncOptions, Way};
@@ -25,7 +25,8 @@ pub(crate) fn facts<'a>(
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
     // received since was made for them as well.
     let left_off = status.replica.toward.filter(|_| status.replica.resumes.is_none());
-    let unknown = left_off.filter(|epoch| handle.reaches(&[Position { epoch: *epoch, upto: 0 }]).is_err());
+    let unknown =
+        left_off.filter(|epoch| handle.reaches(&[KnownPosition { epoch: *epoch, upto: 0 }]).is_err());
     let knowledge = match asked.map(|positions| handle.reaches(&positions)) {
         None => Knowledge::NotAsked,
         Some(Ok(())) => match unknown {

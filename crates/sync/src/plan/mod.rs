@@ -20,7 +20,7 @@ use delta::{Epoch, Header, Method};
 use extents::Bitmap;
 use lineage::{Branch, Lives};
 use replica::State;
-use source::{Bookmark, Gap, Position};
+use source::{Bookmark, Gap, KnownPosition};
 use uuid::Uuid;
 
 use crate::conflict::{Conflict, Diverged, Divergence};
@@ -83,7 +83,7 @@ pub(crate) struct Choice {
     /// What the replica's equality will be based on.
     pub trust: String,
     /// Where the replica is, for `tracked`.
-    pub positions: Vec<Position>,
+    pub positions: Vec<KnownPosition>,
 }
 
 impl Choice {
@@ -99,15 +99,15 @@ impl Choice {
         Choice { method: Method::Copy, trust: trust.into(), positions: Vec::new() }
     }
 
-    pub(crate) fn tracked(positions: Vec<Position>) -> Choice {
+    pub(crate) fn tracked(positions: Vec<KnownPosition>) -> Choice {
         Choice { method: Method::Tracked, trust: "tracked".into(), positions }
     }
 }
 
 /// The replica's positions, if it knows an epoch for each.
-pub(crate) fn positions(status: &Status) -> Option<Vec<Position>> {
+pub(crate) fn positions(status: &Status) -> Option<Vec<KnownPosition>> {
     let parts = status.replica.positions.iter();
-    parts.map(|part| Some(Position { epoch: part.epoch?, upto: part.upto })).collect()
+    parts.map(|part| Some(KnownPosition { epoch: part.epoch?, upto: part.upto })).collect()
 }
 
 /// Picks the method.
@@ -478,7 +478,7 @@ fn copy(trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
 }
 
 /// What changed since the replica's positions, where it is unsure of what it holds, and what is beyond the last position.
-fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status: &Status) -> SyncPlan {
+fn tracked(positions: &[KnownPosition], changes: Changes, moment: &Moment<'_>, status: &Status) -> SyncPlan {
     let (replica, block_size) = (&status.replica, u64::from(moment.block_size));
     let Changes { blocks, chain, size_before } = changes;
     let mut header = header(Method::Tracked, moment, size_before);

@@ -12,7 +12,7 @@ use extents::Bitmap;
 use lineage::Lives;
 use replica::{Demotion, GaveUp, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
-use source::{About, Handle, History, Membership, SourceError, SourceOptions};
+use source::{Handle, History, SourceError, SourceMembership, SourceMetadata, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -198,7 +198,7 @@ pub(crate) fn demote_if(
 /// some were promoted is demoted one by one.
 fn refuse_member(state: &dyn Site, place: &Path, path: &Path) -> Result<(), SyncError> {
     let folder = state.folder(place).map_err(SyncError::io(format!("open {}", place.display())))?;
-    let Some(group) = Membership::read(&*folder)? else { return Ok(()) };
+    let Some(group) = SourceMembership::read(&*folder)? else { return Ok(()) };
     let members = state.group_members(&group.name)?;
     if members.len() < 2 || source::check_promotion(&group.name, &members).is_err() {
         return Ok(());
@@ -244,7 +244,7 @@ fn whereabouts(state: &dyn Site, source: Option<Uuid>) -> String {
 fn again(
     state: &dyn Site,
     path: &Path,
-    known: Option<(PathBuf, About)>,
+    known: Option<(PathBuf, SourceMetadata)>,
     lineage: &Lineage,
     opening: &replica::Options,
 ) -> Result<DemoteSummary, SyncError> {

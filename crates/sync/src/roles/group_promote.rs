@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use replica::Replica;
 use serde::Serialize;
-use source::Membership;
+use source::SourceMembership;
 
 use crate::error::SyncError;
 use crate::roles::promote::{PromoteOptions, Promotion, already, succession, told};
@@ -96,7 +96,7 @@ pub fn promote_group(
         made |= state.succeed(replica.path(), &succession(state, replica, outlook, *mark, completes)?)?;
         let (name, cut) = (name.clone(), cut.zip(Some(outlook.epoch)));
         let file = Some(member.file.clone()).filter(|_| replica.path().parent() != Some(&dir));
-        made |= state.join_group(replica.path(), Membership { name, cut, promotion, file })?;
+        made |= state.join_group(replica.path(), SourceMembership { name, cut, promotion, file })?;
         let _ = state.known().map(|known| known.remove(replica.path()));
     }
     group.end_promotion()?;

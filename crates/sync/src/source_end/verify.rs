@@ -37,7 +37,7 @@ use lineage::Lives;
 use link::{Link, Pace, Receiver, Sender};
 use replica::{Acceptable, Commit, State};
 use serde::{Deserialize, Serialize};
-use source::{Handle, LastVerify, Position, Reached, SourceError, View};
+use source::{Handle, KnownPosition, LastVerify, Reached, SourceError, View};
 
 use crate::error::SyncError;
 use crate::extents::Extents;
@@ -584,7 +584,7 @@ impl Verified {
 const INTERRUPTED: &str = "a transfer to it was interrupted";
 
 /// The replica's epoch, if it is whole, or if the rest is repaired.
-fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<Position, SyncError> {
+fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<KnownPosition, SyncError> {
     let (path, about) = (status.path.display(), handle.about());
     if let Some(other) = status.replica.source.filter(|source| *source != about.uuid) {
         return Err(SyncError::Refused(format!(
@@ -596,7 +596,7 @@ fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<P
     let repairs = options.repair && options.ranges.is_empty() && status.replica.changed.is_some();
     match (status.replica.epoch, &status.replica.changed) {
         (Some(epoch), _) if !status.replica.under_way() || repairs => {
-            Ok(Position { epoch, upto: status.replica.size })
+            Ok(KnownPosition { epoch, upto: status.replica.size })
         }
         (None, None) if status.replica.source.is_none() => {
             Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))
@@ -613,7 +613,7 @@ fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<P
 }
 
 /// Why it is not known what changed since the replica's epoch; `None` if it is.
-fn known(handle: &Handle, position: &[Position], status: &Status) -> Result<Option<String>, SyncError> {
+fn known(handle: &Handle, position: &[KnownPosition], status: &Status) -> Result<Option<String>, SyncError> {
     match handle.reaches(position) {
         Ok(()) => Ok(None),
         Err(SourceError::Lost { why, .. }) => Ok(Some(why.to_string())),

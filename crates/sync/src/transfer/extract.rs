@@ -13,7 +13,7 @@ use std::time::Instant;
 use delta::{Epoch, Method, Unit, Writer};
 use device::Disk;
 use serde::Serialize;
-use source::{Bookmarks, Cut, CutOptions, Handle, Live, Position, Reached};
+use source::{Bookmarks, Cut, CutOptions, Handle, KnownPosition, Live, Reached};
 
 use crate::error::SyncError;
 use crate::options::SyncOptions;
@@ -162,7 +162,7 @@ fn keeps(
 ) -> Result<Option<Epoch>, SyncError> {
     let bookmarks = handle.bookmarks()?;
     let kept = bookmarks.0.get(BOOKMARK).map(|bookmark| bookmark.epoch);
-    let reaches = |kept: &Epoch| handle.reaches(&[Position { epoch: *kept, upto: u64::MAX }]).is_ok();
+    let reaches = |kept: &Epoch| handle.reaches(&[KnownPosition { epoch: *kept, upto: u64::MAX }]).is_ok();
     Ok(match (from, kept) {
         // Named again, so that the history is tidied.
         (Some(_), Some(kept)) => Some(kept),

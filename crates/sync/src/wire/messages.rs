@@ -52,7 +52,7 @@ use lineage::Lives;
 use link::{Message, Pace, Received, Receiver, Sender};
 use replica::{Acceptable, Commit, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
-use source::{About, Handle};
+use source::{Handle, SourceMetadata};
 use uuid::Uuid;
 
 use crate::error::{Class, SyncError};
@@ -147,7 +147,7 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    pub(crate) fn of(about: &About, lives: Lives, group: Option<String>) -> Origin {
+    pub(crate) fn of(about: &SourceMetadata, lives: Lives, group: Option<String>) -> Origin {
         Origin {
             uuid: about.uuid,
             term: about.term,
