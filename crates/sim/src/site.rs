@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
-use replica::{FoundMembers, Group, Intent, KnownReplicas, Lineage, Options, Replica, ReplicaError};
+use replica::{FoundMembers, Group, Intent, KnownReplicas, Lineage, Replica, ReplicaError, ReplicaOptions};
 use source::{
     Backing, Gap, Handle, History, Members, Source, SourceError, SourceMembership, SourceMetadata,
     SourceOptions, Succession,
@@ -135,15 +135,15 @@ impl Site for SimSite {
         None
     }
 
-    fn opening(&self, _journal_dir: Option<&Path>) -> Options {
-        Options::default()
+    fn opening(&self, _journal_dir: Option<&Path>) -> ReplicaOptions {
+        ReplicaOptions::default()
     }
 
-    fn lineage(&self, path: &Path, _options: &Options) -> replica::Result<Option<Lineage>> {
+    fn lineage(&self, path: &Path, _options: &ReplicaOptions) -> replica::Result<Option<Lineage>> {
         Lineage::load(&self.folder_named(&folder_of(&name_of(path))))
     }
 
-    fn open(&self, path: &Path, options: &Options) -> replica::Result<Replica> {
+    fn open(&self, path: &Path, options: &ReplicaOptions) -> replica::Result<Replica> {
         let name = name_of(path);
         let target = if self.is_device(&name) { Target::Device } else { Target::File };
         World::open_replica(&self.process, target, &name, options)
@@ -260,7 +260,7 @@ impl Site for SimSite {
     }
 
     fn members(&self, group: &Group, dir: &Path, apart: bool) -> replica::Result<Vec<Replica>> {
-        let options = (&Options::default(), apart);
+        let options = (&ReplicaOptions::default(), apart);
         group.open_found(dir, self.found(dir)?, options, &|path, options| self.open(path, options))
     }
 

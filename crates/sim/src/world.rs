@@ -487,7 +487,7 @@ impl World {
         far: &Arc<Process>,
         target: Target,
         name: &str,
-        options: &replica::Options,
+        options: &replica::ReplicaOptions,
     ) -> replica::Result<Replica> {
         let folder = SimFolder::new(far, &folder_of(name));
         let busy = || replica::ReplicaError::Busy { path: name.into(), holder: "another process".into() };
@@ -515,7 +515,7 @@ impl World {
             &process,
             self.cell.target,
             &self.replicas[which].name,
-            &replica::Options::default(),
+            &replica::ReplicaOptions::default(),
         );
         let found = opened.map(|replica| {
             let content = replica.content().ok().and_then(|disk| {
@@ -700,7 +700,7 @@ impl World {
         let process = self.far.process();
         let name = &self.replicas[which].name;
         let result = sync::merge_over(
-            || Self::open_replica(&process, self.cell.target, name, &replica::Options::default()),
+            || Self::open_replica(&process, self.cell.target, name, &replica::ReplicaOptions::default()),
             self.cell.commit.into(),
             delta,
         );

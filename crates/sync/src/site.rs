@@ -33,17 +33,17 @@ pub trait Site: Sync {
     /// What the disk at a path is stored on, if that is known.
     fn storage(&self, path: &Path) -> Option<Storage>;
     /// How replicas are opened whose state is in that folder, or in the usual one.
-    fn opening(&self, journal_dir: Option<&Path>) -> replica::Options;
+    fn opening(&self, journal_dir: Option<&Path>) -> replica::ReplicaOptions;
     /// As [`replica::inspect`].
     ///
     /// # Errors
     /// As for [`replica::inspect`].
-    fn lineage(&self, path: &Path, options: &replica::Options) -> replica::Result<Option<Lineage>>;
+    fn lineage(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Option<Lineage>>;
     /// As [`Replica::open`].
     ///
     /// # Errors
     /// As for [`Replica::open`].
-    fn open(&self, path: &Path, options: &replica::Options) -> replica::Result<Replica>;
+    fn open(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Replica>;
     /// As [`replica::settle`].
     ///
     /// # Errors
@@ -154,7 +154,7 @@ pub trait Site: Sync {
     fn promotes_still(&self, path: &Path, lineage: &Lineage) -> replica::Result<Option<(String, PathBuf)>>;
 
     /// As [`replica::demotes_anew`].
-    fn demotes_anew(&self, path: &Path, options: &replica::Options) -> Vec<Epoch> {
+    fn demotes_anew(&self, path: &Path, options: &replica::ReplicaOptions) -> Vec<Epoch> {
         replica::demotes_anew(path, options)
     }
 }

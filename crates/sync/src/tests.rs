@@ -519,6 +519,6 @@ fn digests_take_room_for_what_was_sent_and_not_for_what_was_said() {
 
 /// The nonce of a replica's state.
 fn lineage_nonce(replica: &std::path::Path) -> Uuid {
-    let options = replica::Options::default();
+    let options = replica::ReplicaOptions::default();
     replica::inspect(replica, &options).unwrap().unwrap().nonce
 }

@@ -335,7 +335,8 @@ fn without_a_cut_the_copy_is_fuzzy_and_the_next_one_mends_it() {
     assert_eq!(summary.freeze_ms, None);
     assert!(summary.trust.contains("without a cut"), "{}", summary.trust);
     let status = |scene: &Scene| {
-        let replica = replica::Replica::open(&scene.path("copy"), &replica::Options::default()).unwrap();
+        let replica =
+            replica::Replica::open(&scene.path("copy"), &replica::ReplicaOptions::default()).unwrap();
         replica.status().state
     };
     assert_eq!(status(&scene), replica::State::Fuzzy);

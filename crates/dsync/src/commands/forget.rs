@@ -203,7 +203,8 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     let kept_of_gone = is_gone.then(|| replica::history(&path, &options)).transpose();
     // Opening it completes an interrupted commit, so that the file that stays is consistent if possible. What others have written to it
     // stays, too.
-    let open = |adopt| Replica::open(&path, &replica::Options { doubt: true, adopt, ..options.clone() });
+    let open =
+        |adopt| Replica::open(&path, &replica::ReplicaOptions { doubt: true, adopt, ..options.clone() });
     let replica = match open(false) {
         // What would say whether a commit is to be completed is lost: it stays as it was before that.
         Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if device::is_there(&path) => {
@@ -260,11 +261,11 @@ fn lost_past(moments: usize) -> &'static str {
 fn away(
     path: &Path,
     folder: &Path,
-    options: &replica::Options,
+    options: &replica::ReplicaOptions,
     dry_run: bool,
     output: &Output,
 ) -> Result<()> {
-    let options = replica::Options { folder: Some(folder.to_path_buf()), ..options.clone() };
+    let options = replica::ReplicaOptions { folder: Some(folder.to_path_buf()), ..options.clone() };
     let moments = replica::history(path, &options).map_or(0, |history| history.moments.len());
     if !dry_run {
         KnownReplicas::forget_state(folder)?;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Result;
-use replica::{Group, GroupHistory, GroupMoment, Options};
+use replica::{Group, GroupHistory, GroupMoment, ReplicaOptions};
 use serde::Serialize;
 use source::StateDir;
 use uuid::Uuid;
@@ -124,7 +124,7 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
 }
 
 /// Refuses disks that were promoted: they are sources, and keep no moments.
-fn refuse_sources(history: &GroupHistory, options: &Options) -> Result<()> {
+fn refuse_sources(history: &GroupHistory, options: &ReplicaOptions) -> Result<()> {
     for path in &history.members {
         let lineage = replica::inspect(path, options)?;
         if lineage.is_some_and(|lineage| lineage.role.promoted.is_some()) {
@@ -140,7 +140,7 @@ fn refuse_sources(history: &GroupHistory, options: &Options) -> Result<()> {
 }
 
 /// Refuses where former sources were written to after the moment: they are not at it.
-fn refuse_written(history: &GroupHistory, options: &Options) -> Result<()> {
+fn refuse_written(history: &GroupHistory, options: &ReplicaOptions) -> Result<()> {
     for path in &history.members {
         let bytes = replica::inspect(path, options)?.map_or(0, |lineage| lineage.unsure_bytes());
         if bytes > 0 {

@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, bail};
 use delta::Epoch;
-use replica::{History, Moment, Options};
+use replica::{Moment, ReplicaOptions, ReplicaPast};
 use serde::Serialize;
 use source::{SourceError, StateDir};
 use uuid::Uuid;
@@ -24,7 +24,7 @@ struct Listed<'a> {
     kind: &'static str,
     path: &'a Path,
     #[serde(flatten)]
-    history: &'a History,
+    history: &'a ReplicaPast,
 }
 
 /// What was done.
@@ -120,7 +120,7 @@ fn warn_if_changed(path: &Path, state: &StateDir, output: &Output) -> Result<()>
 }
 
 /// Refuses what is no replica, and so has no past.
-fn refuse_others(path: &Path, options: &Options, state: &StateDir) -> Result<()> {
+fn refuse_others(path: &Path, options: &ReplicaOptions, state: &StateDir) -> Result<()> {
     let lineage = replica::inspect(path, options)?;
     let replica = lineage.as_ref().filter(|lineage| lineage.role.promoted.is_none());
     // Before its first copy is complete it has no file.
@@ -155,7 +155,7 @@ fn refuse_others(path: &Path, options: &Options, state: &StateDir) -> Result<()>
 
 /// The moment that is meant: of an epoch, of a state ahead of it (`2+`), of an id, or the last one that is not later than a time. `None`
 /// if it is the present state.
-pub(crate) fn choose(path: &Path, history: &History, to: &str) -> Result<Option<Moment>, Failure> {
+pub(crate) fn choose(path: &Path, history: &ReplicaPast, to: &str) -> Result<Option<Moment>, Failure> {
     let moments: Vec<Point> = history.moments.iter().map(Point::of).collect();
     let found = pick(to, &Point::present(history), &moments, &format!("dsync rewind {}", path.display()))?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
@@ -179,8 +179,8 @@ impl Point {
         Point { epoch: Some(epoch), ahead, state: Some(state), at: Some(at) }
     }
 
-    fn present(history: &History) -> Point {
-        let History { epoch, ahead, state, at, .. } = *history;
+    fn present(history: &ReplicaPast) -> Point {
+        let ReplicaPast { epoch, ahead, state, at, .. } = *history;
         Point { epoch, ahead, state: Some(state), at }
     }
 
@@ -291,7 +291,7 @@ fn ambiguous(name: Name, meant: &[&Point]) -> Failure {
 }
 
 /// Lists the moments.
-fn list(path: &Path, history: &History, output: &Output) {
+fn list(path: &Path, history: &ReplicaPast, output: &Output) {
     let moments = history.moments.iter().map(|moment| moment.at);
     let times: Vec<u64> = moments.chain(history.at.filter(|_| !history.ahead)).collect();
     let times = device::moments(&times);

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use replica::{Condition, KnownReplica, Reader, Verdict};
+use replica::{Condition, KnownReplica, ReplicaReader, Verdict};
 use serde::Serialize;
 use source::StateDir;
 
@@ -48,7 +48,7 @@ pub(crate) struct LocalReplica<'a> {
     #[serde(skip)]
     pub origin: Option<String>,
     /// Who reads it at a moment.
-    pub readers: &'a [Reader],
+    pub readers: &'a [ReplicaReader],
     /// A verification found that it differed from its source.
     pub verdict: Option<Verdict>,
 }
@@ -164,7 +164,7 @@ pub(crate) fn say_verdict(verdict: Option<Verdict>, output: &Output) {
 }
 
 /// Prints who reads a replica at a moment.
-pub(crate) fn say_readers(readers: &[Reader], output: &Output) {
+pub(crate) fn say_readers(readers: &[ReplicaReader], output: &Output) {
     for reader in readers {
         let after = if reader.ahead { "after epoch" } else { "epoch" };
         let of = reader.at.map_or(String::new(), |at| format!(" ({})", device::moment(at)));

@@ -577,7 +577,7 @@ struct ReplicaStatus {
     #[serde(skip)]
     origin: Option<String>,
     /// Its readers at moments.
-    readers: Vec<replica::Reader>,
+    readers: Vec<replica::ReplicaReader>,
     /// A verification found that it differed from its source.
     verdict: Option<replica::Verdict>,
 }
@@ -808,7 +808,7 @@ fn missing_replica(path: &Path, state: &StateDir) -> Result<Option<String>> {
 /// Prints the lineage of a replica that is in use, or was promoted.
 fn written_down(
     path: std::path::PathBuf,
-    (options, state): (&replica::Options, &StateDir),
+    (options, state): (&replica::ReplicaOptions, &StateDir),
     in_use: Option<String>,
     output: &Output,
 ) -> Result<()> {

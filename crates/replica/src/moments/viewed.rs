@@ -7,7 +7,7 @@ use crate::commit::undo::Touched;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, Contents};
 use crate::past;
-use crate::past::present::{Held, Shown};
+use crate::past::present::{Shown, ShownResult};
 use crate::past::views;
 use crate::replica::Replica;
 use crate::state::destination::Name;
@@ -45,7 +45,7 @@ impl Replica {
     }
 
     /// What readers may see of it, or why nothing.
-    fn held(&self) -> Held {
+    fn held(&self) -> ShownResult {
         let lineage = self.lineage();
         let (Some(source), Some(epoch)) = (lineage.source, lineage.epoch) else {
             return Err("it is not complete yet: run \"dsync sync\" first".into());

@@ -13,10 +13,10 @@ use crate::known::verdict::Verdict;
 use crate::past;
 use crate::replica::Replica;
 use crate::state::destination::Name;
-use crate::state::intent::{Intent, Membership};
+use crate::state::intent::{Intent, ReplicaMembership};
 use crate::state::lineage::{Lineage, State, StepKind, Unsure};
 use crate::state::locate::inspect;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 use crate::state::role::{Promoted, Released, Role};
 
 /// What a promotion would make the present of the disk.
@@ -42,7 +42,7 @@ pub struct Outlook {
 ///
 /// # Errors
 /// As for [`Replica::open`]; refused if there is no replica.
-pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
+pub fn to_promote(path: &Path, options: &ReplicaOptions) -> Result<Replica> {
     to_promote_by(path, inspect(path, options)?, options, &|options| Replica::open(path, options))
 }
 
@@ -54,8 +54,8 @@ pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
 pub fn to_promote_by(
     path: &Path,
     lineage: Option<Lineage>,
-    options: &Options,
-    open: &dyn Fn(&Options) -> Result<Replica>,
+    options: &ReplicaOptions,
+    open: &dyn Fn(&ReplicaOptions) -> Result<Replica>,
 ) -> Result<Replica> {
     let none = || {
         ReplicaError::Refused(format!(
@@ -72,7 +72,7 @@ pub fn to_promote_by(
         ))
     };
     let lineage = lineage.ok_or_else(none)?;
-    let open = |doubt| open(&Options { doubt, ..options.clone() });
+    let open = |doubt| open(&ReplicaOptions { doubt, ..options.clone() });
     let replica = open(options.doubt || lineage.role.promoted.is_some())?;
     match replica.is_kept() {
         true => Ok(replica),
@@ -348,7 +348,7 @@ impl Replica {
             self.note_stamp()?;
         }
         let lineage = self.lineage();
-        let promoted_in = lineage.group.as_ref().map(Membership::folder);
+        let promoted_in = lineage.group.as_ref().map(ReplicaMembership::folder);
         let role = Role { promoted_in, ..lineage.role.promoted_so(promoted) };
         // What was kept of the past leads back from another state.
         self.lineage_mut().nonce = Uuid::new_v4();

@@ -18,7 +18,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::state::attributes;
-use crate::state::intent::Membership;
+use crate::state::intent::ReplicaMembership;
 use crate::state::lineage::Stamp;
 
 /// One of the two names of a destination.
@@ -116,7 +116,7 @@ pub trait Destination: Send {
         None
     }
     /// The folder of the group of a replica.
-    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+    fn group(&self, group: &ReplicaMembership) -> io::Result<Box<dyn Folder>> {
         Ok(Box::new(Dir::existing(&group.folder_for(self.path()))?))
     }
     /// Makes names durable.

@@ -13,7 +13,7 @@ use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{BatchLog, Batches, Commit, Options, Replica, ReplicaError, State};
+use crate::{BatchCommitter, BatchLog, Commit, Replica, ReplicaError, ReplicaOptions, State};
 
 /// The images that batches lead to; that of the fourth is an epoch.
 pub(super) const LAST: usize = 6;
@@ -46,7 +46,7 @@ pub(super) fn header(source: &Source, to: usize, nonce: Uuid) -> Header {
 
 pub(super) fn send(
     log: &mut BatchLog,
-    batches: &mut Batches<'_>,
+    batches: &mut BatchCommitter<'_>,
     bytes: &[u8],
     stream: Uuid,
 ) -> crate::Result<()> {
@@ -73,7 +73,7 @@ pub(super) fn send(
 pub(super) fn send_one(
     source: &Source,
     log: &mut BatchLog,
-    batches: &mut Batches<'_>,
+    batches: &mut BatchCommitter<'_>,
     to: usize,
     nonce: Uuid,
 ) -> crate::Result<Uuid> {
@@ -282,7 +282,7 @@ fn a_journal_without_room_jams_nothing() {
             let open = |room: u64, power: &Power| {
                 let folder = FaultyFolder::new(power, &world.state()).unwrap();
                 folder.full_after(room);
-                world.open_in(power, Box::new(folder), &Options::default())
+                world.open_in(power, Box::new(folder), &ReplicaOptions::default())
             };
             // Killed there, too, with all of it in the journal.
             let killed = room % 2_000 != 0;

@@ -9,7 +9,7 @@ use testing::{Sample, soak};
 
 use super::world::*;
 use crate::state::destination::Name;
-use crate::{Commit, Options, ReplicaError, State};
+use crate::{Commit, ReplicaError, ReplicaOptions, State};
 
 /// Every outage that a run goes through. `KeepAll` and `LoseUnsynced` are also taken apart: data without metadata, and the
 /// other way round.
@@ -525,7 +525,7 @@ fn what_was_compared_outlives_a_power_cut() {
             let written = disk.write_at(block * BLOCK, &source.images[1][place]);
             written.map_err(crate::error::io_error("write", &world.site()))?;
         }
-        let adopt = Options { adopt: true, ..Options::default() };
+        let adopt = ReplicaOptions { adopt: true, ..ReplicaOptions::default() };
         let mut replica = world.open_mortal_with(&machine, &steps, &adopt)?;
         let mut status = replica.status().clone();
         status.positions.iter_mut().for_each(|position| position.epoch = None);
@@ -586,7 +586,7 @@ fn no_space_for_the_journal() {
         let power = on();
         let folder = testing::faulty::FaultyFolder::new(&power, &world.state()).unwrap();
         folder.full_after(bytes);
-        let mut replica = world.open_in(&power, Box::new(folder), &crate::Options::default()).unwrap();
+        let mut replica = world.open_in(&power, Box::new(folder), &crate::ReplicaOptions::default()).unwrap();
         let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
         assert!(matches!(error, ReplicaError::Full { .. }), "{bytes}: {error}");
         assert!(world.holds(&source.images[0]));

@@ -8,7 +8,7 @@ use uuid::Uuid;
 use super::crash::OUTAGES;
 use super::world::*;
 use crate::state::lineage::Lineage;
-use crate::{Commit, Options, Position, Replica, ReplicaError, State, Status};
+use crate::{Commit, Position, Replica, ReplicaError, ReplicaOptions, State, Status};
 
 const MODES: [Commit; 3] = [Commit::Journal, Commit::InPlace, Commit::Reflink];
 
@@ -383,7 +383,7 @@ fn a_removed_replica_is_made_anew() {
     let refused = merge(&mut replica, &source.seed(1), Commit::Journal).unwrap_err();
     assert!(matches!(refused, ReplicaError::Away(_)), "{refused}");
     drop(replica);
-    let options = Options { create: true, ..Options::default() };
+    let options = ReplicaOptions { create: true, ..ReplicaOptions::default() };
     let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
     let mut replica = world.open_in(&on(), Box::new(folder), &options).unwrap();
     merge(&mut replica, &source.seed(1), Commit::Journal).unwrap();

@@ -14,7 +14,9 @@ use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
 use crate::group::past::GroupMoment;
 use crate::past::commits::PastCommits;
-use crate::{Commit, Group, Intent, Keep, Member, Membership, Options, Replica, ReplicaError, State};
+use crate::{
+    Commit, Group, Intent, Keep, Member, Replica, ReplicaError, ReplicaMembership, ReplicaOptions, State,
+};
 
 /// Two replicas of two sources, and the folder of their group.
 struct Pair {
@@ -32,8 +34,8 @@ fn cut(number: u64) -> Epoch {
     Epoch { number, id: Uuid::from_u128(number.into()) }
 }
 
-fn membership() -> Membership {
-    Membership { name: "db".into(), folder: None }
+fn membership() -> ReplicaMembership {
+    ReplicaMembership { name: "db".into(), folder: None }
 }
 
 impl Pair {
@@ -63,7 +65,7 @@ impl Pair {
     fn open_one(&self, at: usize, power: &Power, group: bool) -> crate::Result<Replica> {
         let folder = FaultyFolder::new(power, &self.worlds[at].state()).unwrap();
         let keep = self.keep.clone();
-        let options = Options { group: group.then(membership), keep, ..Options::default() };
+        let options = ReplicaOptions { group: group.then(membership), keep, ..ReplicaOptions::default() };
         self.worlds[at].open_in(power, Box::new(folder), &options)
     }
 
@@ -297,7 +299,7 @@ fn a_member_takes_nothing_by_itself_while_its_source_is_in_the_group() {
     drop(replica);
     assert_eq!(pair.stand(&sources, [0, 1], "refused"), [1, 1]);
     let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
-    let options = Options { term: 1, ..Options::default() };
+    let options = ReplicaOptions { term: 1, ..ReplicaOptions::default() };
     let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
     let delta = sources[0].lacks(replica.status(), None, 2);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
@@ -348,7 +350,7 @@ fn a_missing_folder_of_the_group_is_no_answer() {
         "{refused:?}"
     );
     let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
-    let options = Options { adopt: true, term: 1, ..Options::default() };
+    let options = ReplicaOptions { adopt: true, term: 1, ..ReplicaOptions::default() };
     let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
     let delta = sources[0].lacks(replica.status(), content(&replica).as_deref(), 1);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
@@ -484,7 +486,7 @@ fn a_member_that_lost_its_commit_is_found() {
         assert!(matches!(refused, Some(ReplicaError::Damaged { .. })), "step {step}: {refused:?}");
         // Its user may have all of it compared.
         let folder = FaultyFolder::new(&power, &pair.worlds[1].state()).unwrap();
-        let options = Options { adopt: true, term: 1, ..Options::default() };
+        let options = ReplicaOptions { adopt: true, term: 1, ..ReplicaOptions::default() };
         let mut replica = pair.worlds[1].open_in(&power, Box::new(folder), &options).unwrap();
         let delta = sources[1].lacks(replica.status(), content(&replica).as_deref(), 1);
         merge(&mut replica, &delta, Commit::Journal).unwrap();
@@ -571,7 +573,7 @@ fn a_promotion_that_has_ended_is_not_completed_again() {
     for (at, source) in sources.iter().enumerate() {
         let world = &pair.worlds[at];
         let folder = FaultyFolder::new(&power, &world.state()).unwrap();
-        let options = Options { adopt: true, ..Options::default() };
+        let options = ReplicaOptions { adopt: true, ..ReplicaOptions::default() };
         let mut replica = world.open_in(&power, Box::new(folder), &options).unwrap();
         let demotion = crate::Demotion {
             source: source.id,
@@ -590,7 +592,7 @@ fn a_promotion_that_has_ended_is_not_completed_again() {
         pair.begin(&power);
         let open = |at: usize| {
             let folder = FaultyFolder::new(&power, &pair.worlds[at].state()).unwrap();
-            let options = Options { group: Some(membership()), term, ..Options::default() };
+            let options = ReplicaOptions { group: Some(membership()), term, ..ReplicaOptions::default() };
             pair.worlds[at].open_in(&power, Box::new(folder), &options).unwrap()
         };
         let mut replicas = [open(0), open(1)];

@@ -16,7 +16,7 @@ use super::crash::{on, replica_at};
 use super::world::*;
 use crate::journal::{self, WHOLE};
 use crate::past::views::give_way;
-use crate::{Commit, Keep, Options, Replica, ReplicaError};
+use crate::{Commit, Keep, Replica, ReplicaError, ReplicaOptions};
 
 /// How a file of a folder fails.
 #[derive(Clone, Copy)]
@@ -93,7 +93,7 @@ impl StateFile for Unreadable {
 
 fn open(world: &World, names: &'static str, fault: Fault, adopt: bool) -> crate::Result<Replica> {
     let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
-    let options = Options { adopt, ..Options::default() };
+    let options = ReplicaOptions { adopt, ..ReplicaOptions::default() };
     world.open_in(&on(), Box::new(Failing { folder, names, fault }), &options)
 }
 
@@ -157,7 +157,7 @@ fn a_rewind_leads_back_to_the_lives_of_its_moment() {
     let source = Source::new(3, &[40, 40, 40]);
     let world = World::new(Kind::File);
     let keep = Some(Keep { last: 5, bytes: Some(u64::MAX), ..Keep::default() });
-    let options = Options { term: 2, keep, ..Options::default() };
+    let options = ReplicaOptions { term: 2, keep, ..ReplicaOptions::default() };
     let folder = || Box::new(FaultyFolder::new(&on(), &world.state()).unwrap());
     let mut replica = world.open_in(&on(), folder(), &options).unwrap();
     merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use super::batches::{self, EPOCH, LAST, Sent};
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{Commit, Keep, Moment, Options, Replica, ReplicaError, Result, Span, State};
+use crate::{Commit, Keep, Moment, Replica, ReplicaError, ReplicaOptions, Result, Span, State};
 
 fn last(last: u64) -> Keep {
     Keep { last, bytes: Some(u64::MAX), ..Keep::default() }
@@ -608,7 +608,7 @@ fn a_mirror_without_room_drops_the_oldest_moments_first() {
         let world = replica_after(kind, &source, 8, &last(100), Commit::Journal);
         let power = on();
         let folder = FaultyFolder::new(&power, &world.state()).unwrap();
-        let options = Options { keep: Some(last(100)), ..Options::default() };
+        let options = ReplicaOptions { keep: Some(last(100)), ..ReplicaOptions::default() };
         let mut replica = world.open_in(&power, Box::new(folder.clone()), &options).unwrap();
         let mut nonce = replica.status().nonce;
         let (mut log, mut batches) = replica.batches().unwrap();
@@ -645,7 +645,8 @@ fn a_past_hinders_no_commit() {
         let commit = |world: &World, room: u64| {
             let (world, power) = (world.fork(), on());
             let folder = FaultyFolder::new(&power, &world.state()).unwrap();
-            let mut replica = world.open_in(&power, Box::new(folder.clone()), &Options::default()).unwrap();
+            let mut replica =
+                world.open_in(&power, Box::new(folder.clone()), &ReplicaOptions::default()).unwrap();
             folder.full_after(room);
             let done = merge(&mut replica, &source.tracked(upto, upto + 1), Commit::Journal);
             folder.heal();
@@ -699,7 +700,7 @@ fn a_clock_that_is_ahead_drops_no_moment() {
         age(&world, &moments, || 2 * DAY);
         let now = device::Clock::system().now() / 1_000_000_000;
         let source_time = said.map(|ago| crate::SourceTime::said(now - ago));
-        let options = Options { source_time, ..Options::default() };
+        let options = ReplicaOptions { source_time, ..ReplicaOptions::default() };
         let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
         let mut replica = world.open_in(&on(), Box::new(folder), &options).unwrap();
         merge(&mut replica, &source.tracked(3, 4), Commit::Journal).unwrap();

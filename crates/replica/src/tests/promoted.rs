@@ -10,12 +10,12 @@ use super::crash::{OUTAGES, on};
 use super::real::alone;
 use super::world::*;
 use crate::{
-    Commit, Demotion, Lineage, Options, Released, Replica, ReplicaError, State, UnsureSet, inspect, settle,
-    to_promote,
+    Commit, Demotion, Lineage, Released, Replica, ReplicaError, ReplicaOptions, State, UnsureSet, inspect,
+    settle, to_promote,
 };
 
-fn options() -> Options {
-    Options::default()
+fn options() -> ReplicaOptions {
+    ReplicaOptions::default()
 }
 
 fn source() -> Source {
@@ -98,7 +98,7 @@ fn a_promoted_replica_takes_no_delta() {
         to_promote(&path, &options()).unwrap().outlook(true, None).unwrap().later,
         Some(source.epochs[1])
     );
-    let doubting = Options { doubt: true, ..options() };
+    let doubting = ReplicaOptions { doubt: true, ..options() };
     Replica::open(&path, &doubting).unwrap().mergeable().unwrap();
     drop(promoted(&path));
     assert!(matches!(Replica::open(&path, &options()), Err(ReplicaError::Promoted { .. })));
@@ -109,7 +109,7 @@ fn a_promoted_replica_takes_no_delta() {
     drop(replica);
     assert!(std::fs::read(&path).unwrap() == source.images[0]);
     // Adopted, it is a replica again.
-    let mut replica = Replica::open(&path, &Options { adopt: true, ..options() }).unwrap();
+    let mut replica = Replica::open(&path, &ReplicaOptions { adopt: true, ..options() }).unwrap();
     let delta = source.lacks(replica.status(), std::fs::read(&path).ok().as_deref(), 1);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
     drop(replica);
@@ -153,7 +153,7 @@ fn demotion(source: &Source, size: u64, blocks: &[u64]) -> Demotion {
 }
 
 fn demote(path: &Path, demotion: &Demotion, is_unwritten: bool) -> crate::Result<Replica> {
-    let mut replica = Replica::open(path, &Options { adopt: true, ..options() })?;
+    let mut replica = Replica::open(path, &ReplicaOptions { adopt: true, ..options() })?;
     replica.demote(demotion, &|_| is_unwritten)?;
     Ok(replica)
 }

@@ -16,7 +16,7 @@ use super::world::*;
 use crate::state::destination::{Destination, DeviceDestination, FileDestination, Name};
 use crate::state::lineage::Stamp;
 use crate::state::note::Foreign;
-use crate::{Commit, Options, Replica, ReplicaError, State, inspect, settle};
+use crate::{Commit, Replica, ReplicaError, ReplicaOptions, State, inspect, settle};
 
 /// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
 static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -30,7 +30,7 @@ fn source() -> Source {
 }
 
 fn open(path: &Path) -> crate::Result<Replica> {
-    Replica::open(path, &Options::default())
+    Replica::open(path, &ReplicaOptions::default())
 }
 
 fn names(folder: &Path) -> Vec<String> {
@@ -46,7 +46,7 @@ fn a_file_is_seeded_and_kept_up_to_date() {
     let temp = testing::temporary();
     let path = temp.path().join("vm.raw");
     let source = source();
-    assert_eq!(inspect(&path, &Options::default()).unwrap(), None);
+    assert_eq!(inspect(&path, &ReplicaOptions::default()).unwrap(), None);
     let mut replica = open(&path).unwrap();
     assert_eq!(replica.path(), std::fs::canonicalize(temp.path()).unwrap().join("vm.raw"));
     merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
@@ -58,7 +58,7 @@ fn a_file_is_seeded_and_kept_up_to_date() {
     merge(&mut replica, &source.tracked(1, 3), Commit::InPlace).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
     drop(replica);
-    let lineage = inspect(&path, &Options::default()).unwrap().unwrap();
+    let lineage = inspect(&path, &ReplicaOptions::default()).unwrap().unwrap();
     assert_eq!((lineage.epoch, lineage.state), (Some(source.epochs[3]), State::Exact));
     assert_eq!(names(temp.path()), [".vm.raw.dsync", "vm.raw"]);
     assert_eq!(names(&temp.path().join(".vm.raw.dsync")), ["history", "lineage", "lock", "present"]);
@@ -220,7 +220,7 @@ fn open_frail(path: &Path, power: &Power, began: Option<u64>) -> crate::Result<R
 }
 
 /// Opens a replica otherwise.
-fn open_frail_with(path: &Path, power: &Power, options: &Options) -> crate::Result<Replica> {
+fn open_frail_with(path: &Path, power: &Power, options: &ReplicaOptions) -> crate::Result<Replica> {
     let destination = FileDestination::new(path.to_path_buf(), device::Format::Raw).unwrap();
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
     let destination =
@@ -241,7 +241,7 @@ fn open_meddled(
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
     let destination =
         Frail { destination: Box::new(destination), power: power.clone(), meddled: meddled.clone() };
-    let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &Options::default())?;
+    let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &ReplicaOptions::default())?;
     replica.save_every(40 * BLOCK);
     Ok(replica)
 }
@@ -482,7 +482,8 @@ fn what_others_did_is_told() {
         ["content written", "ago", "find out who", "overwrites what differs"].map(|words| told.find(words));
     assert!(order.iter().all(Option::is_some) && order.is_sorted(), "{told}");
     // An adoption that was cut off.
-    let mut replica = Replica::open(&other, &Options { adopt: true, ..Options::default() }).unwrap();
+    let mut replica =
+        Replica::open(&other, &ReplicaOptions { adopt: true, ..ReplicaOptions::default() }).unwrap();
     let content = std::fs::read(&other).unwrap();
     let delta = source.lacks(replica.status(), Some(&content), 1);
     receive_part(&mut replica, &delta, Commit::Journal, 1).unwrap();
@@ -520,7 +521,8 @@ fn reflink_where_the_file_system_can() {
         // Who changes the mode has not changed the content, which is as old as it was; it is told once.
         let told = || open(&path).unwrap().status().recovered.clone();
         assert!(told().is_some_and(|told| told.contains("mode")) && told().is_none());
-        let mut replica = Replica::open(&path, &Options { adopt: true, ..Options::default() }).unwrap();
+        let mut replica =
+            Replica::open(&path, &ReplicaOptions { adopt: true, ..ReplicaOptions::default() }).unwrap();
         let delta = source.lacks(replica.status(), Some(&source.images[0]), 1);
         merge(&mut replica, &delta, Commit::Reflink).unwrap();
         let after = std::fs::metadata(&path).unwrap();
@@ -574,12 +576,12 @@ fn a_device_is_seeded_in_place() {
     let path = disk.device();
     assert!(open(path).err().unwrap().to_string().contains("--journal-dir"));
     let state = temp.path().join("state");
-    let options = Options { devices: state.clone(), ..Options::default() };
+    let options = ReplicaOptions { devices: state.clone(), ..ReplicaOptions::default() };
     let source = source();
     // It holds something.
     assert!(matches!(Replica::open(path, &options), Err(ReplicaError::NotAReplica(_))));
     assert_eq!(std::fs::read_dir(&state).map_or(0, Iterator::count), 0);
-    let replacing = Options { replace: true, ..options.clone() };
+    let replacing = ReplicaOptions { replace: true, ..options.clone() };
     let mut replica = Replica::open(path, &replacing).unwrap();
     assert_eq!(replica.status().capacity, Some(4 << 20));
     assert!(Replica::open(path, &replacing).is_err());
@@ -604,7 +606,8 @@ fn a_device_is_seeded_in_place() {
     let error = Replica::open(path, &options).err().unwrap();
     assert!(matches!(error, ReplicaError::Changed { .. }), "{error}");
     // The file under the device is in use.
-    let error = Replica::open(&image, &Options { adopt: true, ..Options::default() }).err().unwrap();
+    let error =
+        Replica::open(&image, &ReplicaOptions { adopt: true, ..ReplicaOptions::default() }).err().unwrap();
     assert!(
         matches!(error, ReplicaError::Busy { .. })
             && error.to_string().contains(disk.device().to_str().unwrap()),
@@ -613,7 +616,7 @@ fn a_device_is_seeded_in_place() {
 }
 
 /// A replica of the first epoch on a device, with the options that open it. `None` where there are no loop devices.
-fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, Options)> {
+fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, ReplicaOptions)> {
     let temp = on_disk();
     let image = temp.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
@@ -622,7 +625,7 @@ fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, Options)> {
         skipped("a replica on a device", "loop devices need root");
     }
     let disk = disk?;
-    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(disk.device(), &options).unwrap();
     merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
     Some((temp, disk, options))
@@ -748,7 +751,7 @@ fn an_adoption_that_comes_to_nothing_forgets_no_foreign_write() {
         if full {
             std::fs::create_dir(&no_room).unwrap();
         }
-        let adopting = Options { adopt: true, ..options.clone() };
+        let adopting = ReplicaOptions { adopt: true, ..options.clone() };
         Replica::open(&path, &adopting).unwrap();
         if full {
             std::fs::remove_dir(&no_room).unwrap();
@@ -797,7 +800,11 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
     let open = |power: &Power, doubt| {
         let destination = DeviceDestination::new(path.to_path_buf())?;
         let folder = FaultyFolder::new(power, &temp.path().join("state")).unwrap();
-        Replica::begin(Box::new(destination), Box::new(folder), &Options { doubt, ..Options::default() })
+        Replica::begin(
+            Box::new(destination),
+            Box::new(folder),
+            &ReplicaOptions { doubt, ..ReplicaOptions::default() },
+        )
     };
     let on = || Power::new(Outage::Kill);
     let image = &source.images[0];
@@ -842,7 +849,7 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
 }
 
 /// A file's replica in the boot after this one.
-fn open_after_a_reboot(path: &Path, options: &Options) -> crate::Result<Replica> {
+fn open_after_a_reboot(path: &Path, options: &ReplicaOptions) -> crate::Result<Replica> {
     let mut destination = FileDestination::new(path.to_path_buf(), device::Format::Raw).unwrap();
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     destination.boot = Boot { id: "the next".into(), began: now.as_nanos() as u64 + 1_000_000_000 };
@@ -865,14 +872,14 @@ fn an_adoption_that_comes_to_nothing_leaves_the_note_of_a_file() {
     let source = source();
     let temp = testing::temporary();
     let path = temp.path().join("vm.raw");
-    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(&path, &options).unwrap();
     merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
     receive_part(&mut replica, &delta, Commit::InPlace, 5).unwrap();
     drop(replica);
     write_elsewhere(&source, &path);
-    Replica::open(&path, &Options { adopt: true, ..options.clone() }).unwrap();
+    Replica::open(&path, &ReplicaOptions { adopt: true, ..options.clone() }).unwrap();
     let here = Replica::open(&path, &options).map(drop);
     assert!(matches!(here, Err(ReplicaError::Changed { .. })), "{here:?}");
     let later = open_after_a_reboot(&path, &options).map(drop);
@@ -887,7 +894,7 @@ fn an_image_without_the_part_that_a_step_has_made_durable_is_refused() {
     let source = source();
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
-    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(&path, &options).unwrap();
     merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
@@ -923,7 +930,7 @@ fn a_repair_that_was_killed_forgives_no_foreign_write() {
                 write_elsewhere(&source, &path);
                 let power = Power::new(outage);
                 power.cut_at(step);
-                let doubting = Options { doubt: true, ..Options::default() };
+                let doubting = ReplicaOptions { doubt: true, ..ReplicaOptions::default() };
                 if let Ok(mut replica) = open_frail_with(&path, &power, &doubting) {
                     replica.save_every(40 * BLOCK);
                     let mut status = replica.status().clone();
@@ -935,7 +942,7 @@ fn a_repair_that_was_killed_forgives_no_foreign_write() {
                 power.crash(keep, keep, step).unwrap();
                 match Replica::open(
                     &path,
-                    &Options { folder: Some(temp.path().join("state")), ..Options::default() },
+                    &ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() },
                 ) {
                     Ok(mut replica) => {
                         let delta = source.lacks(replica.status(), None, 4);
@@ -966,8 +973,8 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
     let source = source();
     let temp = testing::in_memory();
     let (path, state) = (temp.path().join("vm.raw"), temp.path().join("state"));
-    let options = Options { folder: Some(state.clone()), ..Options::default() };
-    let doubting = Options { doubt: true, ..options.clone() };
+    let options = ReplicaOptions { folder: Some(state.clone()), ..ReplicaOptions::default() };
+    let doubting = ReplicaOptions { doubt: true, ..options.clone() };
     let refused = |what: &str| {
         let opened = Replica::open(&path, &options).map(|replica| replica.status().clone());
         assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{what}: {opened:?}");
@@ -995,9 +1002,11 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
             }
             let power = Power::new(Outage::Kill);
             power.cut_at(step);
-            if let Ok(mut replica) =
-                open_frail_with(&path, &power, &Options { doubt: kind == 2, ..Options::default() })
-            {
+            if let Ok(mut replica) = open_frail_with(
+                &path,
+                &power,
+                &ReplicaOptions { doubt: kind == 2, ..ReplicaOptions::default() },
+            ) {
                 let _ = if kind == 2 {
                     repair(&mut replica)
                 } else {
@@ -1025,8 +1034,9 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
             // Killed again.
             let power = Power::new(Outage::Kill);
             power.cut_at(1 + step % 41);
-            let repaired = open_frail_with(&path, &power, &Options { doubt: true, ..Options::default() })
-                .and_then(|mut replica| repair(&mut replica));
+            let repaired =
+                open_frail_with(&path, &power, &ReplicaOptions { doubt: true, ..ReplicaOptions::default() })
+                    .and_then(|mut replica| repair(&mut replica));
             match Replica::open(&path, &options).map(|replica| replica.status().epoch) {
                 Ok(epoch) => assert_eq!(epoch, Some(source.epochs[2]), "{what}: {repaired:?}"),
                 Err(ReplicaError::Changed { .. }) => {

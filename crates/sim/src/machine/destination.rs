@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use device::{Boot, Clock, Disk, Folder, Medium, WriteCounts};
-use replica::{Destination, Membership, Name, Stamp};
+use replica::{Destination, Name, ReplicaMembership, Stamp};
 
 use crate::machine::files::{SimDisk, SimFolder, group_folder, settle};
 use crate::machine::host::{Call, Held, Process, State};
@@ -139,7 +139,7 @@ impl Destination for SimFile {
         })
     }
 
-    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+    fn group(&self, group: &ReplicaMembership) -> io::Result<Box<dyn Folder>> {
         Ok(Box::new(SimFolder::new(&self.process, &group_folder(&group.name))))
     }
 
@@ -228,7 +228,7 @@ impl Destination for SimDevice {
         self.stamp(Name::Final)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+    fn group(&self, group: &ReplicaMembership) -> io::Result<Box<dyn Folder>> {
         Ok(Box::new(SimFolder::new(&self.process, &group_folder(&group.name))))
     }
 

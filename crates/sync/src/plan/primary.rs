@@ -20,7 +20,7 @@ use crate::wire::messages::{Origin, Primary};
 /// Refuses to adopt a disk that was promoted, whatever source it is to follow: what was written to it since is in no other.
 pub(crate) fn refuse_adoption(
     path: &Path,
-    options: &replica::Options,
+    options: &replica::ReplicaOptions,
     state: &dyn Site,
 ) -> Result<(), SyncError> {
     let lineage = state.lineage(path, options).unwrap_or(None);
@@ -36,7 +36,7 @@ pub(crate) fn refuse_adoption(
 /// Refuses a delta for a disk that is a source, and was never a replica.
 pub(crate) fn refuse_merge(
     path: &Path,
-    options: &replica::Options,
+    options: &replica::ReplicaOptions,
     state: &dyn Site,
 ) -> Result<(), SyncError> {
     let replica = state.lineage(path, options).map_or(true, |lineage| lineage.is_some());
@@ -58,7 +58,7 @@ fn is_source(path: &Path, term: u64) -> String {
 /// What is at `path`, if that is the source of `origin` itself: a source without a lineage, or a replica that was promoted.
 pub(crate) fn primary_at(
     path: &Path,
-    options: &replica::Options,
+    options: &replica::ReplicaOptions,
     state: &dyn Site,
     origin: &Origin,
 ) -> Result<Option<Primary>, SyncError> {

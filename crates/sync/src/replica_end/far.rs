@@ -11,7 +11,8 @@ use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Message, Received, Receiver, Sender};
 use replica::{
-    Commit, Coverage, DeltaReceiver, Expected, Herald, Keep, KnownReplicas, Replica, ReplicaError, SourceTime,
+    Commit, Coverage, DeltaReceiver, ExpectedBytes, Herald, Keep, KnownReplicas, Replica, ReplicaError,
+    SourceTime,
 };
 use serde::Serialize;
 use source::{Attended, SourceError, StateDir};
@@ -39,10 +40,10 @@ pub(crate) fn open_member(
     open: &Open,
     path: &Path,
     state: &dyn Site,
-    group: Option<replica::Membership>,
+    group: Option<replica::ReplicaMembership>,
 ) -> Result<Opened, SyncError> {
     refuse_source(open.source.as_ref(), path, state)?;
-    let here = replica::Options { group, ..state.opening(open.journal_dir.as_deref()) };
+    let here = replica::ReplicaOptions { group, ..state.opening(open.journal_dir.as_deref()) };
     let options = asked_for(open, here);
     if let Some(origin) = &open.origin {
         if let Some(primary) = primary_at(path, &options, state, origin)? {
@@ -56,8 +57,8 @@ pub(crate) fn open_member(
 }
 
 /// What the source's side asks for, beside what is said here.
-pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options {
-    replica::Options {
+pub(crate) fn asked_for(open: &Open, here: replica::ReplicaOptions) -> replica::ReplicaOptions {
+    replica::ReplicaOptions {
         adopt: open.adopt,
         create: open.create,
         format: open.format,
@@ -75,7 +76,11 @@ pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options
 ///
 /// # Errors
 /// As [`Replica::open`].
-pub fn open_replica(path: &Path, options: &replica::Options, state: &dyn Site) -> Result<Replica, SyncError> {
+pub fn open_replica(
+    path: &Path,
+    options: &replica::ReplicaOptions,
+    state: &dyn Site,
+) -> Result<Replica, SyncError> {
     state.open(path, options).map_err(|error| match error {
         ReplicaError::NotAReplica(path) => not_a_replica(path, state),
         other => other.into(),
@@ -154,14 +159,14 @@ pub(crate) fn end_with<T>(sender: Sender, result: Result<T, SyncError>) -> Resul
 }
 
 /// How a replica of the host whose state directory this is is opened, with its state in a folder if one is given.
-pub fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
+pub fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::ReplicaOptions {
     let here = state.clone();
     let herald = move |device: &Path| source::overwritten(&here, device).map_err(|error| told(device, error));
-    replica::Options {
+    replica::ReplicaOptions {
         folder: journal_dir.map(Path::to_path_buf),
         devices: state.replicas_folder(),
         herald: Some(Herald::new(herald)),
-        ..replica::Options::default()
+        ..replica::ReplicaOptions::default()
     }
 }
 
@@ -421,9 +426,9 @@ impl ReplicaEnd<'_> {
     ) -> Result<Taken, SyncError> {
         let ReplicaEnd { sender, receiver, progress, .. } = *self;
         let expected = match plan.data {
-            0 if plan.resends => Expected::Countable,
-            0 => Expected::Unknown,
-            bytes => Expected::AtMost(bytes),
+            0 if plan.resends => ExpectedBytes::Countable,
+            0 => ExpectedBytes::Unknown,
+            bytes => ExpectedBytes::AtMost(bytes),
         };
         replica.expect(expected, &plan.before);
         if let Some(params) = &plan.rolling {
@@ -645,7 +650,7 @@ pub fn merge(
     state: &StateDir,
     input: impl Read,
 ) -> Result<Merged, SyncError> {
-    let how = replica::Options {
+    let how = replica::ReplicaOptions {
         create: options.create,
         keep: options.keep.clone(),
         ..open_options(options.journal_dir.as_deref(), state)

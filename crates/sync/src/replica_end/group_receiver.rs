@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
-use replica::{Commit, Coverage, Group, KnownReplicas, Lineage, Membership, Replica};
+use replica::{Commit, Coverage, Group, KnownReplicas, Lineage, Replica, ReplicaMembership};
 
 use crate::conflict::ways_of_group;
 use crate::error::SyncError;
@@ -42,7 +42,7 @@ pub(crate) fn open_group(
                 dir.join(path.file_name().unwrap_or_default())
             }
         };
-        match open_member(open, path, state, Some(Membership::of(&at, &dir, &asked.name)))? {
+        match open_member(open, path, state, Some(ReplicaMembership::of(&at, &dir, &asked.name)))? {
             Opened::Replica(replica) => replicas.push(*replica),
             Opened::Primary(_, primary) => return Err(diverged(asked, paths, primary.term, (&dir, state))),
         }

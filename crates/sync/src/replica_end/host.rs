@@ -37,15 +37,15 @@ impl Site for StateDir {
         Storage::of(path)
     }
 
-    fn opening(&self, journal_dir: Option<&Path>) -> replica::Options {
+    fn opening(&self, journal_dir: Option<&Path>) -> replica::ReplicaOptions {
         open_options(journal_dir, self)
     }
 
-    fn lineage(&self, path: &Path, options: &replica::Options) -> replica::Result<Option<Lineage>> {
+    fn lineage(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Option<Lineage>> {
         replica::inspect(path, options)
     }
 
-    fn open(&self, path: &Path, options: &replica::Options) -> replica::Result<Replica> {
+    fn open(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Replica> {
         Replica::open(path, options)
     }
 

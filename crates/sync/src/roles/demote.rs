@@ -183,8 +183,8 @@ pub(crate) fn demote_if(
         None => state.doubt(&place, &about).is_ok_and(|doubt| doubt.is_none()),
     };
     let unwritten = || demotion.since.is_none() || undoubted();
-    let mut replica =
-        state.open(&about.path, &replica::Options { adopt: true, format: Some(about.format), ..opening })?;
+    let mut replica = state
+        .open(&about.path, &replica::ReplicaOptions { adopt: true, format: Some(about.format), ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
     list(&replica, state.known().as_ref());
     leave_knowledge(state, &place, &replica);
@@ -246,7 +246,7 @@ fn again(
     path: &Path,
     known: Option<(PathBuf, SourceMetadata)>,
     lineage: &Lineage,
-    opening: &replica::Options,
+    opening: &replica::ReplicaOptions,
 ) -> Result<DemoteSummary, SyncError> {
     let (Some(source), Some(demoted)) = (lineage.source, &lineage.role.demoted) else {
         return Err(SyncError::Refused(format!(

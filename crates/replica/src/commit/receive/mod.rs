@@ -5,7 +5,7 @@ use std::io;
 use delta::{Decoder, Epoch, Event, Header, Method, Unit};
 use serde::{Deserialize, Serialize};
 
-use crate::commit::copies::Trouble;
+use crate::commit::copies::CopyError;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error};
 use crate::journal::Contents;
 use crate::journal::trail::Footprint;
@@ -242,11 +242,11 @@ impl From<delta::Error> for Stop {
     }
 }
 
-impl From<Trouble> for Stop {
-    fn from(trouble: Trouble) -> Stop {
+impl From<CopyError> for Stop {
+    fn from(trouble: CopyError) -> Stop {
         match trouble {
-            Trouble::Disk(error) => Stop::Disk(error),
-            Trouble::Other { offset, from } => Stop::Delta(format!(
+            CopyError::Disk(error) => Stop::Disk(error),
+            CopyError::Other { offset, from } => Stop::Delta(format!(
                 "byte {from} does not hold what it copies to byte {offset}: run \"dsync sync\" again"
             )),
         }
