@@ -131,7 +131,7 @@ impl Source {
             (Arc::new(RamDisk::from_bytes(&self.images[to])), Arc::new(RamDisk::from_bytes(content)));
         let size = status.size.max(self.size(to));
         let shape = compare::rolling::SumParams { size, block: 512, key: [3; 32], keep_going: false };
-        let mut index = compare::rolling::Index::new(shape.clone(), status.size).unwrap();
+        let mut index = compare::rolling::BlockIndex::new(shape.clone(), status.size).unwrap();
         compare::rolling::block_sums(&old, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
         index.finish();
         let mut bytes = Vec::new();

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use compare::rolling::{Index, SumParams, SumReport, changes};
+use compare::rolling::{BlockIndex, SumParams, SumReport, changes};
 use compare::{Finding, Scope};
 use delta::{Epoch, Method};
 use device::{Buf, Disk};
@@ -203,8 +203,8 @@ impl Transfer<'_> {
     }
 
     /// Receives the sums of the replica's blocks.
-    fn hear_sums(&self, params: &SumParams, before: u64) -> Result<Index, SyncError> {
-        let mut index = Index::new(params.clone(), before).map_err(reading)?;
+    fn hear_sums(&self, params: &SumParams, before: u64) -> Result<BlockIndex, SyncError> {
+        let mut index = BlockIndex::new(params.clone(), before).map_err(reading)?;
         while !index.is_whole() {
             let message = expect(self.receiver, SUMS)?;
             let told = message.json::<SumReport>()?;
