@@ -19,7 +19,7 @@ use crate::options::SyncOptions;
 use crate::report::Summary;
 use crate::source_end::account::{Account, count_failure};
 use crate::source_end::push::push;
-use crate::wire::messages::{MirrorPlan, Open, PLAN, Plan, Status, open, part};
+use crate::wire::messages::{MirrorPlan, Open, PLAN, Plan, StatusReply, open, part};
 
 /// A followed source, and what the replica may have of it.
 pub(super) struct FollowedSource {
@@ -217,7 +217,7 @@ impl FollowedSource {
     }
 
     /// The sent batches that the replica lacks, if it is where a batch left it.
-    fn recognise(&mut self, status: &Status) -> Option<Vec<Arc<Bitmap>>> {
+    fn recognise(&mut self, status: &StatusReply) -> Option<Vec<Arc<Bitmap>>> {
         let status = &status.replica;
         if status.under_way() || status.resumes.is_some() || status.changed.is_some() {
             return None;

@@ -26,8 +26,8 @@ use crate::site::{Site, list};
 use crate::transfer::compared::while_linked;
 use crate::wire::digests::ReplicaDigests;
 use crate::wire::messages::{
-    Apart, COMMITTED, Committed, FAILED, Failed, Found, Moments, Open, PLAN, Plan, Primary, RESULT, Status,
-    VERDICT, nonsense, of_digest_report, of_sum_report, to_unit, unexpected,
+    Apart, COMMITTED, CommitReply, FAILED, Failed, Moments, Open, PLAN, Plan, Primary, RESULT, StatusReply,
+    VERDICT, VerifyFinding, nonsense, of_digest_report, of_sum_report, to_unit, unexpected,
 };
 
 /// Opens a replica of this host.
@@ -260,13 +260,13 @@ impl ReplicaEnd<'_> {
             if let Some(released) = plan.release {
                 replica.release(released)?;
                 let epoch = released.epoch;
-                sender.send_json(COMMITTED, &Committed::nothing_written(epoch))?;
+                sender.send_json(COMMITTED, &CommitReply::nothing_written(epoch))?;
                 return self.last_word(None, None);
             }
             if plan.accept {
                 replica.accept()?;
                 let epoch = replica.status().epoch.ok_or_else(|| nonsense("an acceptance"))?;
-                sender.send_json(COMMITTED, &Committed::nothing_written(epoch))?;
+                sender.send_json(COMMITTED, &CommitReply::nothing_written(epoch))?;
                 return self.last_word(None, open.verify.then_some(&replica));
             }
             if let Some(mirror) = &plan.mirror {
@@ -299,8 +299,8 @@ impl ReplicaEnd<'_> {
     /// Says that the destination is a source itself: nothing is received for it as it is. What the source's side answers; `None` if it says
     /// goodbye.
     fn say_primary(&self, path: &Path, primary: Primary) -> Result<Option<Message>, SyncError> {
-        let status = Status::of(replica::Status::nothing());
-        Status { path: path.to_path_buf(), primary: Some(primary), ..status }.say(self.sender)?;
+        let status = StatusReply::of(replica::Status::nothing());
+        StatusReply { path: path.to_path_buf(), primary: Some(primary), ..status }.say(self.sender)?;
         match self.receiver.recv()? {
             Some(message) if ![PLAN, RESULT].contains(&message.kind) => Err(unexpected(&message)),
             answer => Ok(answer),
@@ -339,7 +339,7 @@ impl ReplicaEnd<'_> {
             match (message.kind, verified) {
                 (RESULT, _) => result = Some(message),
                 (VERDICT, Some(replica)) => {
-                    let found: Found = message.json()?;
+                    let found: VerifyFinding = message.json()?;
                     // The source knows it, whether it can be written down here or not.
                     let _ = replica.note_verdict(found.bytes_differing, found.but_changed);
                 }
@@ -374,7 +374,7 @@ impl AtEnd {
 
 /// What became of a delta.
 pub(crate) enum Taken {
-    Committed(Committed),
+    Committed(CommitReply),
     Kept,
     Prepared(Coverage),
 }
@@ -401,13 +401,13 @@ pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit)
         _ => None,
     };
     let holds_data = status.epoch.is_some() && holds_data(replica);
-    let (size, mut said) = (status.size, Status::of(status));
+    let (size, mut said) = (status.size, StatusReply::of(status));
     said.holds_data = holds_data;
     said.path = canonical(&path).unwrap_or(path);
     said.wrong_size = len.filter(|len| *len != size);
     said.in_place = replica.is_in_place(commit);
     let anew = replica.demotes_anew();
-    said.demotes_anew = anew[anew.len().saturating_sub(Status::MOST_ANEW)..].to_vec();
+    said.demotes_anew = anew[anew.len().saturating_sub(StatusReply::MOST_ANEW)..].to_vec();
     said.acceptable = replica.acceptable();
     said.moments = replica.keeps_every().map(|every| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -601,7 +601,7 @@ impl ReplicaEnd<'_> {
                 return Ok(Taken::Prepared(Coverage::Part));
             }
             if last {
-                return Ok(Taken::Committed(Committed::of(&receipt.finish()?)));
+                return Ok(Taken::Committed(CommitReply::of(&receipt.finish()?)));
             }
         }
     }

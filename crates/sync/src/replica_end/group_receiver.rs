@@ -11,7 +11,7 @@ use crate::plan::primary::primary_at;
 use crate::replica_end::far::{Opened, ReplicaEnd, Taken, list_received, open_member, say_status};
 use crate::site::{Site, list};
 use crate::wire::messages::{
-    COMMIT_GROUP, COMMITTED, Committed, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
+    COMMIT_GROUP, COMMITTED, CommitReply, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
     unexpected,
 };
 
@@ -139,7 +139,7 @@ impl ReplicaEnd<'_> {
             replicas.iter_mut().try_for_each(Replica::apply_options)?;
             let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {
                 let warnings = replica.take_warnings();
-                done.as_ref().map(|done| Committed { warnings, ..Committed::of(done) })
+                done.as_ref().map(|done| CommitReply { warnings, ..CommitReply::of(done) })
             });
             self.sender.send_json(GROUP_COMMITTED, &committed.collect::<Vec<_>>())?;
         }

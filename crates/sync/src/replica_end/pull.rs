@@ -315,7 +315,7 @@ mod tests {
     use super::*;
     use crate::error::Class;
     use crate::options::LiveOptions;
-    use crate::wire::messages::{PLAN, Plan, Status};
+    use crate::wire::messages::{PLAN, Plan, StatusReply};
 
     const SIZE: usize = 1 << 20;
 
@@ -397,7 +397,7 @@ mod tests {
         if let Some(plan) = plan {
             sender.send_json(PLAN, &plan)?;
             sender.finish()?;
-            return Status::hear(&receiver).map(drop);
+            return StatusReply::hear(&receiver).map(drop);
         }
         sender.finish()?;
         while receiver.recv()?.is_some() {}

@@ -12,7 +12,7 @@ use crate::options::Way;
 use crate::plan::facts::bookmark;
 use crate::roles::demote::DemoteSummary;
 use crate::site::Site;
-use crate::wire::messages::{COMMITTED, Committed, Open, Origin, PLAN, Plan, Primary, expect, open, part};
+use crate::wire::messages::{COMMITTED, CommitReply, Open, Origin, PLAN, Plan, Primary, expect, open, part};
 
 /// A demoted source that has a last word.
 pub struct LastWord<'a> {
@@ -85,7 +85,7 @@ impl LastWord<'_> {
             // First: after a crash the word may have been heard.
             self.promise(&bookmark(name, &status, &Way::default()))?;
             sender.send_json(PLAN, &Plan { release: Some(released), ..Plan::default() })?;
-            let _: Committed = expect(&receiver, COMMITTED)?.json()?;
+            let _: CommitReply = expect(&receiver, COMMITTED)?.json()?;
             Ok(None)
         })();
         part(sender, &receiver, told)

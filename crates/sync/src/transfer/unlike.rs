@@ -12,7 +12,7 @@ use crate::options::Unreadable;
 use crate::plan::Choice;
 use crate::transfer::Transfer;
 use crate::transfer::compared::Comparison;
-use crate::wire::messages::{PLAN, Plan, Status};
+use crate::wire::messages::{PLAN, Plan, StatusReply};
 
 /// Larger disks are looked at in pieces, so that they need not be read twice.
 const SAMPLED: u64 = 256 << 20;
@@ -29,7 +29,7 @@ impl Transfer<'_> {
         &self,
         handle: &Handle,
         choice: &Choice,
-        status: &Status,
+        status: &StatusReply,
     ) -> Result<(), SyncError> {
         let options = self.options;
         let compares = matches!(choice.method, Method::Compare | Method::Rolling);
@@ -71,7 +71,7 @@ impl Transfer<'_> {
             }
             Ok(())
         })?;
-        Status::hear(self.receiver)?;
+        StatusReply::hear(self.receiver)?;
         Ok(all)
     }
 }
