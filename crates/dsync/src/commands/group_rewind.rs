@@ -10,7 +10,7 @@ use source::StateDir;
 use uuid::Uuid;
 
 use crate::args;
-use crate::commands::rewind::{self, Point, pick};
+use crate::commands::rewind::{self, RewindPoint, pick};
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::reach::location;
@@ -44,15 +44,15 @@ struct Rewound {
 /// The common epoch that is meant; `None` if it is the present one.
 pub(crate) fn choose_common(history: &GroupHistory, to: &str) -> Result<Option<GroupMoment>, Failure> {
     let there = history.apart.is_empty();
-    let point = |moment: &GroupMoment| Point {
+    let point = |moment: &GroupMoment| RewindPoint {
         epoch: Some(moment.epoch),
         ahead: false,
         state: None,
         at: Some(moment.at),
     };
-    let nowhere = Point { epoch: None, ahead: false, state: None, at: None };
+    let nowhere = RewindPoint { epoch: None, ahead: false, state: None, at: None };
     let present = if there { point(&history.present) } else { nowhere };
-    let moments: Vec<Point> = history.moments.iter().map(point).collect();
+    let moments: Vec<RewindPoint> = history.moments.iter().map(point).collect();
     let list = format!("dsync rewind --group {}", history.dir.display());
     let found = pick(to, &present, &moments, &list)?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())

@@ -208,7 +208,7 @@ fn check(info: &SourceInfo, args: &args::Sync, output: &Output) -> Result<(), Sy
     let allow_shrink = args.open.allow_shrink && !args.begin.adopts();
     let open = SourceArgs { allow_shrink, ..args.open.clone() };
     effect::on_source(info, &open, &args.live.given(), output);
-    if let (Some(format), Some(args::Format::Qcow2)) = (&info.container, args.begin.format) {
+    if let (Some(format), Some(args::FormatArg::Qcow2)) = (&info.container, args.begin.format) {
         return Err(SyncError::Refused(format!(
             "{} is a {format} image, and is copied as it is, so --format qcow2 would put it into another one: omit that, or serve the disk in it \
              with \"dsync serve\"",

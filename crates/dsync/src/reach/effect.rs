@@ -3,7 +3,7 @@
 use source::Handle;
 use sync::SourceInfo;
 
-use crate::args::{FarArgs, MethodArg, Mirror, SourceArgs, Sync};
+use crate::args::{FarArgs, MethodArg, MirrorArgs, SourceArgs, Sync};
 use crate::output::Output;
 use crate::reach::far::Reach;
 use crate::reach::location::Ends;
@@ -51,7 +51,7 @@ pub(crate) fn on_method(args: &Sync, output: &Output) {
 }
 
 /// A disk that is mirrored by one sync after another, against the options for batches.
-pub(crate) fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
+pub(crate) fn on_mirror(handle: &Handle, args: &MirrorArgs, output: &Output) {
     let batches = [
         ("--interval", args.batches.interval.is_some()),
         ("--min-interval", args.batches.min_interval.is_some()),

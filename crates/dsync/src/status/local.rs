@@ -8,7 +8,7 @@ use serde::Serialize;
 use source::StateDir;
 
 use crate::output::Output;
-use crate::status::membership::Group;
+use crate::status::membership::GroupInfo;
 use crate::terms::units;
 
 /// What is written down of a replica of this host.
@@ -41,7 +41,7 @@ pub(crate) struct LocalReplica<'a> {
     /// It was the source itself, and no sync has come since.
     pub demoted: bool,
     /// The group that it is committed with.
-    pub group: Option<Group>,
+    pub group: Option<GroupInfo>,
     /// What is wrong, as the part of a sentence that begins with its path; `None` if nothing is.
     pub problem: Option<String>,
     /// Where its source is.
@@ -93,7 +93,7 @@ impl LocalReplica<'_> {
             term: lineage.map_or(1, |lineage| lineage.role.term),
             released: lineage.is_some_and(|lineage| lineage.role.released.is_some()),
             demoted: lineage.is_some_and(|lineage| lineage.role.demoted.is_some()),
-            group: lineage.and_then(|lineage| Group::of_replica(&known.path, lineage)),
+            group: lineage.and_then(|lineage| GroupInfo::of_replica(&known.path, lineage)),
             problem,
             origin: known.past.origin.as_deref().map(shown_origin),
             readers: &known.readers,

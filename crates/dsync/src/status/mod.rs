@@ -29,7 +29,7 @@ use crate::failure;
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::reach::location;
-use crate::status::membership::{Group, say_groups};
+use crate::status::membership::{GroupInfo, say_groups};
 use crate::terms::machine_name;
 use crate::terms::units;
 use local::{LocalReplica, completion, made_elsewhere, say_readers};
@@ -71,7 +71,7 @@ pub(crate) struct SourceStatus {
     /// The named checkpoints, as "dsync checkpoint --list" has them.
     checkpoints: Vec<Listed>,
     /// The group that it is in.
-    pub group: Option<Group>,
+    pub group: Option<GroupInfo>,
 }
 
 /// What a server says of itself, with why changes are not known in words.
@@ -124,7 +124,7 @@ impl Lacking {
 }
 
 /// True if all that is known is asked for: of one disk, by a program, or with -v. Otherwise a table does.
-pub(crate) fn is_long(args: &args::Status, output: &Output) -> bool {
+pub(crate) fn is_long(args: &args::StatusArgs, output: &Output) -> bool {
     args.path.is_some() || output.is_json() || output.is_verbose()
 }
 
@@ -140,7 +140,7 @@ pub(crate) fn nothing(state: &StateDir) -> String {
 }
 
 /// Prints sources, trackers, and what each replica lacks.
-pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) -> Result<()> {
     let mut failed = Vec::new();
     args.path.as_deref().map_or(Ok(()), machine_name::refuse_name)?;
     let sources = match &args.path {
@@ -296,7 +296,7 @@ impl SourceStatus {
             replicas,
             first_copies,
             checkpoints,
-            group: Group::of_source(&folder, history.last())?,
+            group: GroupInfo::of_source(&folder, history.last())?,
         };
         Ok((status, history))
     }
@@ -329,7 +329,7 @@ fn read_both(folder: &device::Dir) -> Result<(History, Bookmarks)> {
 /// How often a source that is synced without a pause is read again.
 const ATTEMPTS: u32 = 20;
 
-fn source_status(place: &Path, about: SourceMetadata, output: &Output) -> Result<Option<Group>> {
+fn source_status(place: &Path, about: SourceMetadata, output: &Output) -> Result<Option<GroupInfo>> {
     let (status, history) = SourceStatus::read(place, about)?;
     say(&status, output);
     status.group.iter().for_each(|group| group.say_of_source(output));
@@ -572,7 +572,7 @@ struct ReplicaStatus {
     /// It was the source itself until then, in seconds since 1970.
     demoted: Option<u64>,
     /// The group that it is committed with.
-    group: Option<Group>,
+    group: Option<GroupInfo>,
     /// Where its source is.
     #[serde(skip)]
     origin: Option<String>,
@@ -583,7 +583,7 @@ struct ReplicaStatus {
 }
 
 /// Prints what a replica was, or was told, where that decides what can be done with it.
-fn say_role(role: &replica::Role, unsure: u64, group: Option<&Group>, output: &Output) {
+fn say_role(role: &replica::Role, unsure: u64, group: Option<&GroupInfo>, output: &Output) {
     group.iter().for_each(|group| output.say(&format!("  {}", group.told())));
     if let Some(demoted) = &role.demoted {
         let written = match unsure {
@@ -714,7 +714,7 @@ fn replica(
         term: status.role.term,
         released: status.role.released.is_some(),
         demoted: status.role.demoted.as_ref().map(|demoted| demoted.since),
-        group: Group::of_replica(replica.path(), replica.recorded()),
+        group: GroupInfo::of_replica(replica.path(), replica.recorded()),
         origin: replica::origin(&absolute, &options).as_deref().map(local::shown_origin),
         readers: replica::readers(&absolute, &options)?,
         verdict: replica.verdict(),
@@ -837,7 +837,7 @@ fn written_down(
         };
         output.say(&format!("  it {promoted}, and {what}"));
     }
-    let group = Group::of_replica(&path, &lineage);
+    let group = GroupInfo::of_replica(&path, &lineage);
     say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);
     let verdict = replica::verdict(&path, options).filter(|_| promoted.is_none());
     local::say_verdict(verdict, output);
