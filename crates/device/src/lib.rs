@@ -11,7 +11,7 @@
 //! # let folder = tempfile::tempdir()?;
 //! # let path = folder.path().join("vm.raw");
 //! std::fs::File::create(&path)?.set_len(1 << 20)?;
-//! let disk = device::open(&path, &device::Options { write: true, direct: false, exclusive: false })?;
+//! let disk = device::open(&path, &device::DiskOptions { write: true, direct: false, exclusive: false })?;
 //! disk.write_at(4096, b"hello")?;
 //! disk.flush()?;
 //! let mut read = [0; 5];

@@ -11,7 +11,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use compare::Hash;
 use compare::rolling::Cycles;
 use source::{CutOptions, FreezeMode, Told, ToldChanges};
-use sync::{Commit, Keep, LiveOptions, Stages};
+use sync::{CommitMode, Keep, LiveOptions, Stages};
 
 use crate::failure::Failure;
 use crate::terms::address::MetricsAddress;
@@ -1093,12 +1093,12 @@ pub(crate) enum CommitArg {
     Reflink,
 }
 
-impl From<CommitArg> for Commit {
-    fn from(arg: CommitArg) -> Commit {
+impl From<CommitArg> for CommitMode {
+    fn from(arg: CommitArg) -> CommitMode {
         match arg {
-            CommitArg::Journal => Commit::Journal,
-            CommitArg::InPlace => Commit::InPlace,
-            CommitArg::Reflink => Commit::Reflink,
+            CommitArg::Journal => CommitMode::Journal,
+            CommitArg::InPlace => CommitMode::InPlace,
+            CommitArg::Reflink => CommitMode::Reflink,
         }
     }
 }

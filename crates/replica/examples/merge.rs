@@ -4,7 +4,7 @@ use std::error::Error;
 use std::io::{BufReader, stdin};
 
 use delta::Units;
-use replica::{Commit, Replica, ReplicaOptions};
+use replica::{CommitMode, Replica, ReplicaOptions};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let path = std::env::args().nth(1).expect("usage: merge REPLICA < DELTA");
@@ -12,7 +12,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut replica = Replica::open(path.as_ref(), &ReplicaOptions::default())?;
     let mut units = Units::new(BufReader::new(stdin().lock()));
     let header = units.next()?.ok_or("the delta is empty")?;
-    let mut receipt = replica.receive(header, Commit::Journal)?;
+    let mut receipt = replica.receive(header, CommitMode::Journal)?;
     while let Some(unit) = units.next()? {
         receipt.unit(unit)?;
     }

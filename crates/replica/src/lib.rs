@@ -41,7 +41,7 @@ mod tests;
 pub use commit::accept::{Acceptable, accept_unwritten};
 pub use commit::batches::{BatchCommitter, BatchLog};
 pub use commit::given_up::has_dropped;
-pub use commit::receive::{Commit, Committed, DeltaReceiver};
+pub use commit::receive::{CommitMode, Committed, DeltaReceiver};
 pub use error::{ReplicaError, Result};
 #[doc(hidden)]
 pub use group::past::{FoundMembers, choose_members, past_of};

@@ -60,7 +60,7 @@ pub use mirror::group::{GroupEvent, GroupMirror, GroupMirrorSummary};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
 pub use options::{GiveUp, LiveOptions, SyncOptions, Unreadable, Way};
 pub use plan::facts::PULLED;
-pub use replica::{Commit, Keep};
+pub use replica::{CommitMode, Keep};
 pub use replica_end::allowed_paths::AllowedPaths;
 #[doc(hidden)]
 pub use replica_end::far::merge_over;

@@ -17,7 +17,7 @@ use crate::wire::messages::{
     CLAIM, COMMITTED, CommitReply, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, StatusReply, TRAILER,
     expect, of_digest_report, of_unit,
 };
-use crate::{Commit, SyncOptions, VerifyOptions, push, receive, verify};
+use crate::{CommitMode, SyncOptions, VerifyOptions, push, receive, verify};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 3 * MIB;
@@ -334,7 +334,7 @@ fn a_lying_source_is_found_out() {
     let _ = far.join().unwrap();
     let before = std::fs::read(&replica).unwrap();
 
-    let open = |verify| Open { verify, ..Open::new(&replica, &None, Commit::Journal) };
+    let open = |verify| Open { verify, ..Open::new(&replica, &None, CommitMode::Journal) };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,
         head: serde_json::to_vec(&Plan {
@@ -428,7 +428,7 @@ fn what_no_source_plans_is_refused_where_it_is_heard() {
     let message = |plan: &Plan| {
         vec![Message { kind: PLAN, head: serde_json::to_vec(plan).unwrap(), ..Message::default() }]
     };
-    let open = |path: PathBuf| Open::new(&path, &None, Commit::Journal);
+    let open = |path: PathBuf| Open::new(&path, &None, CommitMode::Journal);
     let params = SumParams { size: SIZE, block: 2048, key: [1; 32], keep_going: false };
     let rolling = |params: SumParams| Plan { rolling: Some(params), delta: true, ..Plan::default() };
     let ranges = (0..100_000).map(|n| n * 8192..n * 8192 + 4096).collect();
@@ -472,7 +472,7 @@ fn a_plan_for_more_threads_than_any_machine_has_is_carried_out_with_fewer() {
     let state = place.state.clone();
     let far = std::thread::spawn(move || receive(there, &state));
     let (sender, receiver) = here.split();
-    sender.send_json(OPEN, &Open::new(&replica, &None, Commit::Journal)).unwrap();
+    sender.send_json(OPEN, &Open::new(&replica, &None, CommitMode::Journal)).unwrap();
     let _ = receiver.recv();
     sender.send_json(PLAN, &plan).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
@@ -495,7 +495,7 @@ fn digests_take_room_for_what_was_sent_and_not_for_what_was_said() {
     let (place, size) = (Place::new(), 16 << 30);
     let replica = place.path("copy");
     let digests = Some(crate::wire::digests::Digests { file: None, hash: compare::Hash::Xxh3 });
-    let open = Open { digests, ..Open::new(&replica, &None, Commit::Journal) };
+    let open = Open { digests, ..Open::new(&replica, &None, CommitMode::Journal) };
     let epoch = Epoch { number: 1, id: Uuid::from_u128(1) };
     let header = Header::new(Uuid::from_u128(2), Method::Copy, vec![epoch], (0, size), 512);
     let says = || {

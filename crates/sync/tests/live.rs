@@ -15,7 +15,7 @@ use device::{Dir, Disk};
 use extents::Bitmap;
 use link::Link;
 use source::{CutOptions, FreezeMode, Handle, Live, SourceMetadata, StateDir};
-use sync::{Commit, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable, push, receive};
+use sync::{CommitMode, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable, push, receive};
 use testing::{Random, rounds};
 use trackers::{TrackError, TrackOptions, TrackedDisk, Tracker};
 use uuid::Uuid;
@@ -291,7 +291,7 @@ fn writing<T>(scene: &Scene, busy: u64, pause: Duration, work: impl FnOnce() -> 
 fn a_busy_disk_is_copied_as_of_one_moment() {
     let scene = Scene::new();
     scene.write(20_000);
-    for commit in [Commit::Journal, Commit::InPlace] {
+    for commit in [CommitMode::Journal, CommitMode::InPlace] {
         let mut last = 0;
         let rounds = rounds(6, 100);
         for round in 0..rounds {
@@ -438,17 +438,17 @@ fn a_replica_of_another_source_is_taken_over() {
     // Each waits for a pause that is long enough.
     std::thread::scope(|scope| {
         for (commit, blocks) in [
-            (Commit::Journal, BLOCKS),
-            (Commit::InPlace, BLOCKS),
-            (Commit::Journal, 2 * BLOCKS),
-            (Commit::InPlace, 9),
+            (CommitMode::Journal, BLOCKS),
+            (CommitMode::InPlace, BLOCKS),
+            (CommitMode::Journal, 2 * BLOCKS),
+            (CommitMode::InPlace, 9),
         ] {
             scope.spawn(move || take_over(commit, blocks));
         }
     });
 }
 
-fn take_over(commit: Commit, blocks: u64) {
+fn take_over(commit: CommitMode, blocks: u64) {
     let (scene, other) = (Scene::new(), Scene::of(blocks));
     other.write(2_000);
     scene.write(3_000);

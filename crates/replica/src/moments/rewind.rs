@@ -15,7 +15,7 @@ use device::Folder;
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::commit::receive::{Commit, Committed, DeltaReceiver};
+use crate::commit::receive::{CommitMode, Committed, DeltaReceiver};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::past::present::{Shown, Watched};
 use crate::past::{self, Moment, Past, PastSettings};
@@ -189,7 +189,7 @@ impl Replica {
         let Some(header) = combined.next().map_err(damaged)? else {
             return Err(damaged(delta::Error::NoTrailer { units: 0 }));
         };
-        let mut receiver = self.receive(header, Commit::Journal)?;
+        let mut receiver = self.receive(header, CommitMode::Journal)?;
         while let Some(unit) = combined.next().map_err(damaged).transpose() {
             match unit.and_then(|unit| receiver.unit(unit)) {
                 Ok(()) => {}

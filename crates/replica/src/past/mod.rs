@@ -29,7 +29,7 @@
 //! commit folds one run of at most 32 undo deltas, so its work is bounded; the next commits do the rest. The oldest moments go if all
 //! take more than `--keep-bytes`, or if there is no room for an undo delta or the journal; if there is still none, the commit goes on
 //! without a past, and says so. None goes for a journal that would not fit either way: where the size of the delta is not known before
-//! (`Expected::Countable`), what comes behind the end of the room is counted and not stored, and if dropping moments makes room for all,
+//! (`ExpectedBytes::Countable`), what comes behind the end of the room is counted and not stored, and if dropping moments makes room for all,
 //! the replica's side asks for the delta again, whose size is known then. What is kept is written down beside the replica (`past`) and
 //! applies until a command says otherwise; `--commit in-place` is refused meanwhile, because it overwrites blocks as they come.
 //!

@@ -15,7 +15,7 @@ use super::world::*;
 use crate::group::past::GroupMoment;
 use crate::past::commits::PastCommits;
 use crate::{
-    Commit, Group, Intent, Keep, Member, Replica, ReplicaError, ReplicaMembership, ReplicaOptions, State,
+    CommitMode, Group, Intent, Keep, Member, Replica, ReplicaError, ReplicaMembership, ReplicaOptions, State,
 };
 
 /// Two replicas of two sources, and the folder of their group.
@@ -141,7 +141,7 @@ impl Pair {
 
 fn prepare(replica: &mut Replica, bytes: &[u8]) -> crate::Result<()> {
     let mut units = units(bytes).into_iter();
-    let mut receipt = replica.receive(units.next().expect("a header"), Commit::Journal)?;
+    let mut receipt = replica.receive(units.next().expect("a header"), CommitMode::Journal)?;
     for unit in units {
         receipt.unit(unit)?;
     }
@@ -289,20 +289,20 @@ fn a_member_takes_nothing_by_itself_while_its_source_is_in_the_group() {
     let delta = sources[0].tracked(1, 2);
     let mut replica = pair.open_one(0, &power, false).unwrap();
     assert_eq!(replica.status().group.as_deref(), Some("db"));
-    let refused = merge(&mut replica, &delta, Commit::Journal);
+    let refused = merge(&mut replica, &delta, CommitMode::Journal);
     assert!(matches!(&refused, Err(ReplicaError::InGroup { group, .. }) if group == "db"), "{refused:?}");
     assert!(matches!(replica.batches().err(), Some(ReplicaError::InGroup { .. })));
     drop(replica);
     // With its group, it is not committed alone either.
     let mut replica = pair.open_one(0, &power, true).unwrap();
-    assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::InGroup { .. })));
+    assert!(matches!(merge(&mut replica, &delta, CommitMode::Journal), Err(ReplicaError::InGroup { .. })));
     drop(replica);
     assert_eq!(pair.stand(&sources, [0, 1], "refused"), [1, 1]);
     let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
     let options = ReplicaOptions { term: 1, ..ReplicaOptions::default() };
     let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
     let delta = sources[0].lacks(replica.status(), None, 2);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     assert_eq!(replica.status().group, None);
     drop(replica);
     assert_eq!(pair.stand(&sources, [0, 1], "left"), [2, 1]);
@@ -353,7 +353,7 @@ fn a_missing_folder_of_the_group_is_no_answer() {
     let options = ReplicaOptions { adopt: true, term: 1, ..ReplicaOptions::default() };
     let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
     let delta = sources[0].lacks(replica.status(), content(&replica).as_deref(), 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     assert_eq!(replica.status().epoch, Some(sources[0].epochs[1]));
 }
 
@@ -489,7 +489,7 @@ fn a_member_that_lost_its_commit_is_found() {
         let options = ReplicaOptions { adopt: true, term: 1, ..ReplicaOptions::default() };
         let mut replica = pair.worlds[1].open_in(&power, Box::new(folder), &options).unwrap();
         let delta = sources[1].lacks(replica.status(), content(&replica).as_deref(), 1);
-        merge(&mut replica, &delta, Commit::Journal).unwrap();
+        merge(&mut replica, &delta, CommitMode::Journal).unwrap();
         assert_eq!(replica.status().epoch, Some(sources[1].epochs[1]));
     }
     assert!(found > 0);
@@ -502,7 +502,7 @@ fn a_part_of_a_delta_needs_no_group() {
     let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
     let power = on();
     let (group, mut replicas) = pair.open(&power).unwrap();
-    receive_part(&mut replicas[0], &sources[0].tracked(0, 1), Commit::Journal, 2).unwrap();
+    receive_part(&mut replicas[0], &sources[0].tracked(0, 1), CommitMode::Journal, 2).unwrap();
     assert!(replicas[0].status().resumes.is_some());
     drop((group, replicas));
     *pair.worlds[0].group.lock().unwrap() = None;

@@ -10,8 +10,8 @@ use super::crash::{OUTAGES, on};
 use super::real::alone;
 use super::world::*;
 use crate::{
-    Commit, Demotion, Lineage, Released, Replica, ReplicaError, ReplicaOptions, State, UnsureSet, inspect,
-    settle, to_promote,
+    CommitMode, Demotion, Lineage, Released, Replica, ReplicaError, ReplicaOptions, State, UnsureSet,
+    inspect, settle, to_promote,
 };
 
 fn options() -> ReplicaOptions {
@@ -23,7 +23,7 @@ fn source() -> Source {
 }
 
 fn seeded(path: &Path, source: &Source) {
-    merge(&mut Replica::open(path, &options()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut Replica::open(path, &options()).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
 }
 
 fn lineage(path: &Path) -> Lineage {
@@ -61,9 +61,9 @@ fn a_promotion_wants_the_last_word_of_the_source() {
     let released = to_promote(&path, &options()).unwrap().outlook(false, None).unwrap();
     assert!(released.released);
     let mut replica = Replica::open(&path, &options()).unwrap();
-    receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), CommitMode::Journal, 1).unwrap();
     assert!(replica.outlook(false, None).is_err(), "its source goes on");
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     assert!(replica.outlook(false, None).is_err(), "its source went on");
     replica.release(Released { epoch: source.epochs[1], term: 3 }).unwrap();
     drop(replica);
@@ -92,7 +92,7 @@ fn a_promoted_replica_takes_no_delta() {
     seeded(&path, &source);
     // A part of a delta has come, of an epoch that the source is known to have had.
     let mut replica = Replica::open(&path, &options()).unwrap();
-    receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), CommitMode::Journal, 1).unwrap();
     drop(replica);
     assert_eq!(
         to_promote(&path, &options()).unwrap().outlook(true, None).unwrap().later,
@@ -105,13 +105,13 @@ fn a_promoted_replica_takes_no_delta() {
     let mut replica = Replica::open(&path, &doubting).unwrap();
     assert!(matches!(replica.mergeable(), Err(ReplicaError::Promoted { .. })));
     assert!(replica.release(Released { epoch: source.epochs[0], term: 1 }).is_err());
-    assert!(merge(&mut replica, &source.tracked(0, 1), Commit::Journal).is_err());
+    assert!(merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).is_err());
     drop(replica);
     assert!(std::fs::read(&path).unwrap() == source.images[0]);
     // Adopted, it is a replica again.
     let mut replica = Replica::open(&path, &ReplicaOptions { adopt: true, ..options() }).unwrap();
     let delta = source.lacks(replica.status(), std::fs::read(&path).ok().as_deref(), 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     drop(replica);
     assert_eq!(lineage(&path).role.promoted, None);
 }
@@ -125,7 +125,7 @@ fn what_is_not_one_moment_of_its_source_is_not_promoted() {
     let source = source();
     seeded(&path, &source);
     let mut replica = Replica::open(&path, &options()).unwrap();
-    receive_part(&mut replica, &source.tracked(0, 1), Commit::InPlace, 1).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), CommitMode::InPlace, 1).unwrap();
     drop(replica);
     let refused = to_promote(&path, &options()).unwrap().outlook(true, None).unwrap_err().to_string();
     for word in ["cut off between", "dsync sync", "dsync forget"] {
@@ -187,7 +187,7 @@ fn a_former_source_is_unsure_of_what_was_written_to_it() {
     let lacking: BTreeSet<u64> =
         status.unsure.ranges().flat_map(|r| r.start / BLOCK..r.end / BLOCK).collect();
     assert_eq!(lacking, BTreeSet::from([3, 70, 71]));
-    merge(&mut replica, &source.lacks(&status, None, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.lacks(&status, None, 1), CommitMode::Journal).unwrap();
     let status = replica.status().clone();
     assert_eq!((status.epoch, status.role.demoted), (Some(source.epochs[1]), None));
     assert!(status.unsure.is_empty());
@@ -211,9 +211,9 @@ fn a_former_source_of_which_nothing_is_known_is_compared() {
     assert!(replica.outlook(true, None).is_err(), "it is of no moment that is known");
     let status = replica.status().clone();
     assert_eq!((status.epoch, status.state, status.positions[0].epoch), (None, State::Incomplete, None));
-    assert!(merge(&mut replica, &source.tracked(0, 1), Commit::Journal).is_err());
+    assert!(merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).is_err());
     let delta = source.lacks(&status, std::fs::read(&path).ok().as_deref(), 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     drop(replica);
     assert!(std::fs::read(&path).unwrap() == source.images[1]);
 }
@@ -235,10 +235,10 @@ fn a_promotion_and_a_demotion_are_cut_at_every_step() {
     for (name, act) in [("promote", promote), ("demote", demote)] {
         for kind in [Kind::File, Kind::Device] {
             let before = World::new(kind);
-            merge(&mut before.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+            merge(&mut before.open(&on()).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
             // A part of a delta, which goes.
             let mut replica = before.open(&on()).unwrap();
-            receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+            receive_part(&mut replica, &source.tracked(0, 1), CommitMode::Journal, 1).unwrap();
             drop(replica);
             if name == "demote" {
                 promote(&before, &on()).unwrap();
@@ -301,7 +301,7 @@ fn a_half_merged_replica_is_settled_before_it_is_read() {
     settle(&path, &options()).unwrap();
     let mut replica = Replica::open(&path, &options()).unwrap();
     let mut units = units(&source.tracked(0, 1)).into_iter();
-    let mut receipt = replica.receive(units.next().unwrap(), Commit::Journal).unwrap();
+    let mut receipt = replica.receive(units.next().unwrap(), CommitMode::Journal).unwrap();
     units.for_each(|unit| receipt.unit(unit).unwrap());
     receipt.keep().unwrap();
     drop(replica);
@@ -320,7 +320,7 @@ fn a_replica_between_two_epochs_is_not_read() {
     let source = source();
     seeded(&path, &source);
     let mut replica = Replica::open(&path, &options()).unwrap();
-    receive_part(&mut replica, &source.tracked(0, 1), Commit::InPlace, 1).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), CommitMode::InPlace, 1).unwrap();
     drop(replica);
     let refused = settle(&path, &options()).unwrap_err();
     assert!(refused.is_refusal(), "{refused}");
@@ -330,7 +330,7 @@ fn a_replica_between_two_epochs_is_not_read() {
     }
     let mut replica = Replica::open(&path, &options()).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
-    merge(&mut replica, &delta, Commit::InPlace).unwrap();
+    merge(&mut replica, &delta, CommitMode::InPlace).unwrap();
     drop(replica);
     settle(&path, &options()).unwrap();
     assert!(std::fs::read(&path).unwrap() == source.images[1]);

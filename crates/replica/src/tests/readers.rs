@@ -13,7 +13,7 @@ use super::batches;
 use super::crash::on;
 use super::lives::check;
 use super::world::*;
-use crate::{Commit, Keep, MomentView, Replica};
+use crate::{CommitMode, Keep, MomentView, Replica};
 
 /// Reads a moment in random parts, in random order. The bytes of a part that cannot be read are `None`.
 fn read_in_parts(view: &MomentView, dice: &mut Random) -> (Vec<u8>, io::Result<()>) {
@@ -95,7 +95,7 @@ impl Life {
         };
         let mut world = World::new(kind);
         world.read = true;
-        merge(&mut world.open_keeping(&on(), &keep).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+        merge(&mut world.open_keeping(&on(), &keep).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
         let trace = format!("DSYNC_SEED={seed} {kind:?}");
         Life {
             source,
@@ -258,7 +258,7 @@ impl Life {
         let drawn = if self.mirrors { self.dice.pick(&[4, 7, 7]) } else { self.dice.index(8) };
         let to = known.chain([drawn]).max().unwrap_or(drawn);
         let clones = self.world.kind == Kind::File && self.dice.coin();
-        let commit = if clones { Commit::Reflink } else { Commit::Journal };
+        let commit = if clones { CommitMode::Reflink } else { CommitMode::Journal };
         let delta = self.source.lacks(&status, content(replica).as_deref(), to);
         self.trace += &format!("; sync to {to} by {commit:?}");
         match self.dice.one_in(4) {

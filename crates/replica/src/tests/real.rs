@@ -16,7 +16,7 @@ use super::world::*;
 use crate::state::destination::{Destination, DeviceDestination, FileDestination, Name};
 use crate::state::lineage::Stamp;
 use crate::state::note::Foreign;
-use crate::{Commit, Replica, ReplicaError, ReplicaOptions, State, inspect, settle};
+use crate::{CommitMode, Replica, ReplicaError, ReplicaOptions, State, inspect, settle};
 
 /// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
 static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -49,13 +49,13 @@ fn a_file_is_seeded_and_kept_up_to_date() {
     assert_eq!(inspect(&path, &ReplicaOptions::default()).unwrap(), None);
     let mut replica = open(&path).unwrap();
     assert_eq!(replica.path(), std::fs::canonicalize(temp.path()).unwrap().join("vm.raw"));
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), source.images[0]);
-    let committed = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    let committed = merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     assert_eq!(committed.epoch, source.epochs[1]);
     // Once to the journal, once to the destination.
     assert!(committed.bytes_written > 2 * 100 * BLOCK, "{committed:?}");
-    merge(&mut replica, &source.tracked(1, 3), Commit::InPlace).unwrap();
+    merge(&mut replica, &source.tracked(1, 3), CommitMode::InPlace).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
     drop(replica);
     let lineage = inspect(&path, &ReplicaOptions::default()).unwrap().unwrap();
@@ -65,7 +65,7 @@ fn a_file_is_seeded_and_kept_up_to_date() {
     assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     // A single write by anybody, an instant later.
     let mut replica = open(&path).unwrap();
-    merge(&mut replica, &source.tracked(3, 4), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(3, 4), CommitMode::Journal).unwrap();
     drop(replica);
     std::fs::File::options().write(true).open(&path).unwrap().write_at(b"x", 5).unwrap();
     assert!(matches!(open(&path), Err(ReplicaError::Changed { .. })));
@@ -94,7 +94,7 @@ fn holes_stay_holes_and_odd_sizes_fit() {
     };
     writer.unit(&encoder.frame(frame).unwrap()).unwrap();
     writer.unit(&encoder.trailer()).unwrap();
-    merge(&mut open(&path).unwrap(), &bytes, Commit::Journal).unwrap();
+    merge(&mut open(&path).unwrap(), &bytes, CommitMode::Journal).unwrap();
     let found = std::fs::metadata(&path).unwrap();
     assert_eq!(found.len(), size);
     assert!(found.blocks() * 512 <= 64 << 10, "{} bytes are allocated", found.blocks() * 512);
@@ -143,13 +143,13 @@ fn one_process_at_a_time() {
     assert!(matches!(error, ReplicaError::Busy { .. }) && error.to_string().contains(&told), "{error}");
     drop(first);
     let source = source();
-    merge(&mut open(&path).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut open(&path).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
     // By a link, it is the same replica.
     let link = temp.path().join("link.raw");
     std::os::unix::fs::symlink(&path, &link).unwrap();
     let mut replica = open(&link).unwrap();
     assert!(matches!(open(&path), Err(ReplicaError::Busy { .. })));
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     drop(replica);
     assert!(link.is_symlink());
     assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
@@ -268,7 +268,7 @@ fn a_write_during_the_flush_of_batches_is_noticed() {
     let (path, source, meddled) = (temp.path().join("vm.raw"), batches::source(), Arc::default());
     let power = Power::new(Outage::Kill);
     let mut replica = open_meddled(&path, &power, None, &meddled).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let (mut log, mut running) = {
         let nonce = replica.status().nonce;
         let header = batches::header(&source, 1, nonce);
@@ -294,7 +294,7 @@ fn nothing_is_written_behind_a_note_that_is_not_durable() {
         let temp = testing::in_memory();
         let power = Power::new(Outage::Kill);
         let mut replica = open_frail(&temp.path().join("vm.raw"), &power, None).unwrap();
-        merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+        merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
         let before = power.steps();
         power.fail_at(before + failing, 1, 5);
         (replica.work(true).map(drop), power.steps() - before)
@@ -315,7 +315,7 @@ fn a_write_that_was_noticed_outlives_a_power_cut() {
     let (path, source) = (temp.path().join("vm.raw"), batches::source());
     let power = Power::new(Outage::PowerCut);
     let mut replica = open_frail(&path, &power, None).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     let next = batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
@@ -342,7 +342,7 @@ fn a_copy_just_put_in_place_covers_no_foreign_write() {
         let (path, power) = (temp.path().join("vm.raw"), Power::new(Outage::Kill));
         power.cut_at(step.unwrap_or(u64::MAX));
         if let Ok(mut replica) = open_frail(&path, &power, None) {
-            let _ = merge(&mut replica, &source.seed(0), Commit::Journal);
+            let _ = merge(&mut replica, &source.seed(0), CommitMode::Journal);
         }
         if step.is_some() && path.exists() {
             std::fs::File::options().write(true).open(&path).unwrap().write_at(b"x", 5).unwrap();
@@ -371,11 +371,11 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
     let acts: [(&str, &Source, Act<'_>); 5] = [
         ("seed", &plain, {
             let seed = plain.seed(1);
-            Box::new(move |replica| merge(replica, &seed, Commit::Journal).map(drop))
+            Box::new(move |replica| merge(replica, &seed, CommitMode::Journal).map(drop))
         }),
-        ("journal", &plain, merges(Commit::Journal)),
-        ("in place", &plain, merges(Commit::InPlace)),
-        ("the same again", &plain, merges(Commit::Journal)),
+        ("journal", &plain, merges(CommitMode::Journal)),
+        ("in place", &plain, merges(CommitMode::InPlace)),
+        ("the same again", &plain, merges(CommitMode::Journal)),
         ("batches", &mirrored, Box::new(|r| batches::mirror_to(&mirrored, r, &Default::default()))),
     ];
     for (name, source, act) in acts {
@@ -385,9 +385,9 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
             let path = temp.path().join("vm.raw");
             if name != "seed" {
                 let mut replica = open_frail(&path, &Power::new(Outage::Kill), None).unwrap();
-                merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+                merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
                 if name == "the same again" {
-                    merge(&mut replica, &delta, Commit::Journal).unwrap();
+                    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
                 }
             }
             (temp, path)
@@ -463,7 +463,7 @@ fn what_others_did_is_told() {
     let temp = testing::temporary();
     let (path, other) = (temp.path().join("vm.raw"), temp.path().join("web.raw"));
     let source = source();
-    merge(&mut open(&path).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut open(&path).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
     // Moved without its state, and with it.
     std::fs::rename(&path, &other).unwrap();
     let told = open(&other).err().unwrap();
@@ -486,7 +486,7 @@ fn what_others_did_is_told() {
         Replica::open(&other, &ReplicaOptions { adopt: true, ..ReplicaOptions::default() }).unwrap();
     let content = std::fs::read(&other).unwrap();
     let delta = source.lacks(replica.status(), Some(&content), 1);
-    receive_part(&mut replica, &delta, Commit::Journal, 1).unwrap();
+    receive_part(&mut replica, &delta, CommitMode::Journal, 1).unwrap();
     drop(replica);
     let told = open(&other).err().unwrap();
     assert!(matches!(told, ReplicaError::Unproven(_)) && told.is_refusal(), "{told}");
@@ -514,7 +514,7 @@ fn reflink_where_the_file_system_can() {
         let path = place.join("vm.raw");
         let source = source();
         let mut replica = open(&path).unwrap();
-        merge(&mut replica, &source.seed(0), Commit::Reflink).unwrap();
+        merge(&mut replica, &source.seed(0), CommitMode::Reflink).unwrap();
         let before = std::fs::metadata(&path).unwrap().ino();
         std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
         drop(replica);
@@ -524,18 +524,18 @@ fn reflink_where_the_file_system_can() {
         let mut replica =
             Replica::open(&path, &ReplicaOptions { adopt: true, ..ReplicaOptions::default() }).unwrap();
         let delta = source.lacks(replica.status(), Some(&source.images[0]), 1);
-        merge(&mut replica, &delta, Commit::Reflink).unwrap();
+        merge(&mut replica, &delta, CommitMode::Reflink).unwrap();
         let after = std::fs::metadata(&path).unwrap();
         assert!(after.ino() != before && after.mode() & 0o777 == 0o640, "{kind}");
         assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
         // Cut off and gone on from.
-        receive_part(&mut replica, &source.tracked(1, 2), Commit::Reflink, 3).unwrap();
+        receive_part(&mut replica, &source.tracked(1, 2), CommitMode::Reflink, 3).unwrap();
         drop(replica);
         let mut replica = open(&path).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
         assert!(replica.status().under_way() && replica.status().state == State::Exact);
         let delta = source.lacks(replica.status(), None, 3);
-        merge(&mut replica, &delta, Commit::Reflink).unwrap();
+        merge(&mut replica, &delta, CommitMode::Reflink).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
         drop(replica);
         assert!(open(&path).unwrap().status().recovered.is_none());
@@ -554,13 +554,13 @@ fn reflink_where_it_can_not_is_refused() {
     let path = temp.path().join("vm.raw");
     let source = source();
     let mut replica = open(&path).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Reflink).unwrap();
-    let error = merge(&mut replica, &source.tracked(0, 1), Commit::Reflink).unwrap_err();
+    merge(&mut replica, &source.seed(0), CommitMode::Reflink).unwrap();
+    let error = merge(&mut replica, &source.tracked(0, 1), CommitMode::Reflink).unwrap_err();
     assert!(error.is_refusal() && error.to_string().contains("pass --commit journal"), "{error}");
     assert_eq!(names(temp.path()), [".vm.raw.dsync", "vm.raw"]);
     drop(replica);
     let mut replica = open(&path).unwrap();
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
 }
 
@@ -585,19 +585,19 @@ fn a_device_is_seeded_in_place() {
     let mut replica = Replica::open(path, &replacing).unwrap();
     assert_eq!(replica.status().capacity, Some(4 << 20));
     assert!(Replica::open(path, &replacing).is_err());
-    receive_part(&mut replica, &source.seed(0), Commit::Journal, 5).unwrap();
+    receive_part(&mut replica, &source.seed(0), CommitMode::Journal, 5).unwrap();
     drop(replica);
     let mut replica = Replica::open(path, &options).unwrap();
     assert_eq!(replica.status().state, State::Incomplete);
     let delta = source.lacks(replica.status(), None, 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
-    for (from, to, commit) in [(1, 2, Commit::InPlace), (2, 4, Commit::Journal)] {
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
+    for (from, to, commit) in [(1, 2, CommitMode::InPlace), (2, 4, CommitMode::Journal)] {
         merge(&mut replica, &source.tracked(from, to), commit).unwrap();
         let mut held = vec![0; source.images[to].len()];
         replica.content().unwrap().read_at(0, &mut held).unwrap();
         assert!(held == source.images[to], "{commit:?}");
     }
-    let error = merge(&mut replica, &source.tracked(3, 4), Commit::Reflink).unwrap_err();
+    let error = merge(&mut replica, &source.tracked(3, 4), CommitMode::Reflink).unwrap_err();
     assert!(error.to_string().contains("is a device"), "{error}");
     drop(replica);
     // Somebody makes a file system on it.
@@ -627,7 +627,7 @@ fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, ReplicaOptions
     let disk = disk?;
     let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(disk.device(), &options).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     Some((temp, disk, options))
 }
 
@@ -658,11 +658,11 @@ fn a_foreign_write_to_a_device_in_the_midst_of_a_delta_is_noticed() {
     let source = batches::source();
     let delta = data_alone(&source, 1);
     for (commit, durably, goes_on) in [
-        (Commit::Journal, false, true),
-        (Commit::Journal, true, true),
-        (Commit::InPlace, false, true),
-        (Commit::InPlace, true, true),
-        (Commit::InPlace, true, false),
+        (CommitMode::Journal, false, true),
+        (CommitMode::Journal, true, true),
+        (CommitMode::InPlace, false, true),
+        (CommitMode::InPlace, true, true),
+        (CommitMode::InPlace, true, false),
     ] {
         let Some((_temp, disk, options)) = on_device(&source) else { return };
         let what = format!("{commit:?}, durably: {durably}, goes on: {goes_on}");
@@ -697,7 +697,7 @@ fn a_foreign_write_to_a_device_during_the_flush_of_a_commit_is_noticed() {
         let destination = Frail { destination, power: Power::new(Outage::Kill), meddled: meddled.clone() };
         let folder = Dir::open(&temp.path().join("state")).unwrap();
         let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &options).unwrap();
-        let merged = merge(&mut replica, &data_alone(&source, to), Commit::Journal);
+        let merged = merge(&mut replica, &data_alone(&source, to), CommitMode::Journal);
         assert!(!meddled.load(SeqCst), "it is flushed");
         assert_eq!(matches!(merged, Err(ReplicaError::Changed { .. })), meddles, "{merged:?}");
     }
@@ -818,7 +818,7 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
             content[place.clone()] != image[place]
         });
         let delta = source.encode(&header, 0, &blocks.collect());
-        merge(&mut replica, &delta, Commit::Journal)
+        merge(&mut replica, &delta, CommitMode::Journal)
     };
     let mut merged = 0;
     for step in 1.. {
@@ -874,9 +874,9 @@ fn an_adoption_that_comes_to_nothing_leaves_the_note_of_a_file() {
     let path = temp.path().join("vm.raw");
     let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(&path, &options).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
-    receive_part(&mut replica, &delta, Commit::InPlace, 5).unwrap();
+    receive_part(&mut replica, &delta, CommitMode::InPlace, 5).unwrap();
     drop(replica);
     write_elsewhere(&source, &path);
     Replica::open(&path, &ReplicaOptions { adopt: true, ..options.clone() }).unwrap();
@@ -896,9 +896,9 @@ fn an_image_without_the_part_that_a_step_has_made_durable_is_refused() {
     let path = temp.path().join("vm.raw");
     let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(&path, &options).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
-    receive_part(&mut replica, &delta, Commit::InPlace, 5).unwrap();
+    receive_part(&mut replica, &delta, CommitMode::InPlace, 5).unwrap();
     drop(replica);
     let file = temp.path().join("state").join(crate::state::lineage::NAME);
     let mut lineage: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
@@ -921,12 +921,12 @@ fn a_repair_that_was_killed_forgives_no_foreign_write() {
     let temp = testing::in_memory();
     let path = temp.path().join("vm.raw");
     for (outage, keep) in [(Outage::Kill, Keep::KeepAll), (Outage::PowerCut, Keep::LoseUnsynced)] {
-        for commit in [Commit::Journal, Commit::InPlace] {
+        for commit in [CommitMode::Journal, CommitMode::InPlace] {
             let mut refused = 0;
             for step in (1..).filter(|step| testing::soak() || *step < 24 || step % 17 == 0) {
                 let _ = (std::fs::remove_file(&path), std::fs::remove_dir_all(temp.path().join("state")));
                 let seeded = open_frail(&path, &Power::new(Outage::Kill), None);
-                merge(&mut seeded.unwrap(), &source.seed(0), Commit::Journal).unwrap();
+                merge(&mut seeded.unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
                 write_elsewhere(&source, &path);
                 let power = Power::new(outage);
                 power.cut_at(step);
@@ -946,7 +946,7 @@ fn a_repair_that_was_killed_forgives_no_foreign_write() {
                 ) {
                     Ok(mut replica) => {
                         let delta = source.lacks(replica.status(), None, 4);
-                        merge(&mut replica, &delta, Commit::Journal).unwrap();
+                        merge(&mut replica, &delta, CommitMode::Journal).unwrap();
                         let what = format!("{commit:?}, {outage:?} at step {step}");
                         assert!(
                             std::fs::read(&path).unwrap() == source.images[4],
@@ -983,7 +983,7 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
         let mut status = replica.status().clone();
         status.positions.iter_mut().for_each(|position| position.epoch = None);
         let delta = source.lacks(&status, Some(&std::fs::read(&path).unwrap()), 2);
-        merge(replica, &delta, Commit::Journal).map(drop)
+        merge(replica, &delta, CommitMode::Journal).map(drop)
     };
     // How often a journal was half merged, of deltas of either kind, and a new file had its name and was not known by it.
     let (mut half, mut renamed) = ([0, 0], 0);
@@ -994,7 +994,7 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
             }
             let _ = std::fs::remove_dir_all(&state);
             if kind > 0 {
-                merge(&mut Replica::open(&path, &options).unwrap(), &source.seed(0), Commit::Journal)
+                merge(&mut Replica::open(&path, &options).unwrap(), &source.seed(0), CommitMode::Journal)
                     .unwrap();
             }
             if kind == 2 {
@@ -1010,7 +1010,7 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
                 let _ = if kind == 2 {
                     repair(&mut replica)
                 } else {
-                    merge(&mut replica, delta, Commit::Journal).map(drop)
+                    merge(&mut replica, delta, CommitMode::Journal).map(drop)
                 };
             }
             let done = power.steps() < step;
@@ -1084,7 +1084,7 @@ fn confirmed_batches_need_no_room_for_what_was_trimmed_since() {
         source.images[at] = image.clone();
     }
     let mut replica = open(&path).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let mut nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     for (to, blocks) in changed.iter().enumerate().skip(1) {

@@ -23,7 +23,7 @@ use crate::error::Result;
 use crate::past::views::Views;
 use crate::state::destination::{Destination, Name, fingerprint};
 use crate::state::lineage::Stamp;
-use crate::{Commit, Committed, MomentView, Replica, ReplicaMembership, ReplicaOptions, Status};
+use crate::{CommitMode, Committed, MomentView, Replica, ReplicaMembership, ReplicaOptions, Status};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u64 = 4096;
@@ -328,7 +328,7 @@ pub(crate) fn units(bytes: &[u8]) -> Vec<Unit> {
 }
 
 /// Merges a delta.
-pub(crate) fn merge(replica: &mut Replica, bytes: &[u8], commit: Commit) -> Result<Committed> {
+pub(crate) fn merge(replica: &mut Replica, bytes: &[u8], commit: CommitMode) -> Result<Committed> {
     let mut units = units(bytes).into_iter();
     let mut receipt = replica.receive(units.next().expect("a header"), commit)?;
     for unit in units {
@@ -338,7 +338,12 @@ pub(crate) fn merge(replica: &mut Replica, bytes: &[u8], commit: Commit) -> Resu
 }
 
 /// Receives so many frames of a delta, then the link is cut.
-pub(crate) fn receive_part(replica: &mut Replica, bytes: &[u8], commit: Commit, frames: usize) -> Result<()> {
+pub(crate) fn receive_part(
+    replica: &mut Replica,
+    bytes: &[u8],
+    commit: CommitMode,
+    frames: usize,
+) -> Result<()> {
     let mut units = units(bytes).into_iter();
     let mut receipt = replica.receive(units.next().expect("a header"), commit)?;
     for unit in units.take(frames) {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use delta::{Encoder, Epoch, Frame, Header, Method, Record};
 use device::Buf;
-use replica::{Commit, Keep, Replica, ReplicaOptions};
+use replica::{CommitMode, Keep, Replica, ReplicaOptions};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use uuid::Uuid;
 
@@ -18,7 +18,7 @@ const NAMES: [&str; 9] =
 
 fn merge(replica: &mut Replica, header: &Header, fill: u8) -> Result<(), Box<dyn std::error::Error>> {
     let (mut encoder, unit) = Encoder::new(header, None)?;
-    let mut receipt = replica.receive(unit, Commit::Journal)?;
+    let mut receipt = replica.receive(unit, CommitMode::Journal)?;
     let record = Record::Data { offset: 0, len: BLOCK.into() };
     let data = Buf::from(&[fill; BLOCK as usize][..]);
     receipt.unit(encoder.frame(Frame { records: vec![record], data })?)?;

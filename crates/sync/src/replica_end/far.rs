@@ -11,7 +11,7 @@ use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Message, Received, Receiver, Sender};
 use replica::{
-    Commit, Coverage, DeltaReceiver, ExpectedBytes, Herald, Keep, KnownReplicas, Replica, ReplicaError,
+    CommitMode, Coverage, DeltaReceiver, ExpectedBytes, Herald, Keep, KnownReplicas, Replica, ReplicaError,
     SourceTime,
 };
 use serde::Serialize;
@@ -392,7 +392,11 @@ fn holds_data(replica: &Replica) -> bool {
     replica.content().is_ok_and(|disk| !matches!(disk.allocated(0), Ok(None)))
 }
 
-pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
+pub(crate) fn say_status(
+    sender: &Sender,
+    replica: &mut Replica,
+    commit: CommitMode,
+) -> Result<(), SyncError> {
     let path = replica.path().to_path_buf();
     let status = replica.status().clone();
     // A device may be larger than its source.
@@ -611,7 +615,7 @@ impl ReplicaEnd<'_> {
 #[derive(Debug, Clone, Default)]
 pub struct MergeOptions {
     /// The commit mode.
-    pub commit: Commit,
+    pub commit: CommitMode,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
     /// Create a new replica if the file of one is gone.
@@ -669,7 +673,7 @@ pub fn merge(
 #[doc(hidden)]
 pub fn merge_over(
     open: impl FnOnce() -> replica::Result<Replica>,
-    commit: Commit,
+    commit: CommitMode,
     input: impl Read,
 ) -> Result<Merged, SyncError> {
     merge_into(|| Ok(open()?), commit, input).map(|(merged, _)| merged)
@@ -677,7 +681,7 @@ pub fn merge_over(
 
 fn merge_into(
     open: impl FnOnce() -> Result<Replica, SyncError>,
-    commit: Commit,
+    commit: CommitMode,
     input: impl Read,
 ) -> Result<(Merged, Replica), SyncError> {
     let began = Instant::now();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
-use replica::{Commit, Coverage, Group, KnownReplicas, Lineage, Replica, ReplicaMembership};
+use replica::{CommitMode, Coverage, Group, KnownReplicas, Lineage, Replica, ReplicaMembership};
 
 use crate::conflict::ways_of_group;
 use crate::error::SyncError;
@@ -125,7 +125,7 @@ impl ReplicaEnd<'_> {
         followed.for_each(|replica| list(replica, known.as_ref()));
         loop {
             for replica in &mut replicas {
-                say_status(self.sender, replica, Commit::Journal)?;
+                say_status(self.sender, replica, CommitMode::Journal)?;
             }
             let mut covered = vec![Coverage::Part; replicas.len()];
             let Some(cut) =

@@ -411,7 +411,7 @@ mod tests {
         let open = Open {
             adopt: true,
             create: true,
-            ..Open::new(&place.path("victim"), &Some(place.path("elsewhere")), replica::Commit::InPlace)
+            ..Open::new(&place.path("victim"), &Some(place.path("elsewhere")), replica::CommitMode::InPlace)
         };
         let pulled = place.pull_from(&place.pull(sync(SyncOptions::default())), move |link| {
             liar(link, open, None).unwrap();
@@ -425,7 +425,7 @@ mod tests {
     #[test]
     fn a_source_writes_nothing_in_a_dry_run() {
         let place = Place::new();
-        let open = Open::new(&place.path("copy"), &None, replica::Commit::Journal);
+        let open = Open::new(&place.path("copy"), &None, replica::CommitMode::Journal);
         let dry = sync(SyncOptions { dry_run: true, ..SyncOptions::default() });
         let pulled = place.pull_from(&place.pull(dry), move |link| {
             let plan = Plan { bytes: 1, delta: true, ..Plan::default() };

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use device::Storage;
 use link::Link;
-use replica::{Commit, Released};
+use replica::{CommitMode, Released};
 
 use crate::error::SyncError;
 use crate::options::Way;
@@ -52,7 +52,7 @@ impl LastWord<'_> {
         let request = Open {
             source: Storage::of(path),
             origin: Some(origin),
-            ..Open::new(destination, journal_dir, Commit::default())
+            ..Open::new(destination, journal_dir, CommitMode::default())
         };
         let (sender, receiver) = link.split();
         let told = (|| {

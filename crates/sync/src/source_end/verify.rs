@@ -35,7 +35,7 @@ use device::Disk;
 use extents::Bitmap;
 use lineage::Lives;
 use link::{Link, Pace, Receiver, Sender};
-use replica::{Acceptable, Commit, State};
+use replica::{Acceptable, CommitMode, State};
 use serde::{Deserialize, Serialize};
 use source::{Handle, KnownPosition, LastVerify, Reached, SourceError, View};
 
@@ -60,7 +60,7 @@ pub struct VerifyOptions {
     /// disk is compared.
     pub repair: bool,
     /// How a repair is committed.
-    pub commit: Commit,
+    pub commit: CommitMode,
     /// Compare only these bytes; all, if empty.
     pub ranges: Vec<Range<u64>>,
     /// The hash of blocks.

@@ -50,7 +50,7 @@ use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Format, Storage};
 use lineage::Lives;
 use link::{Message, Pace, Received, Receiver, Sender};
-use replica::{Acceptable, Commit, Keep, Released, UnsureSet};
+use replica::{Acceptable, CommitMode, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
 use source::{Handle, SourceMetadata};
 use uuid::Uuid;
@@ -95,7 +95,7 @@ pub(crate) struct VerifyFinding {
 pub(crate) struct Open {
     pub path: PathBuf,
     pub journal_dir: Option<PathBuf>,
-    pub commit: Commit,
+    pub commit: CommitMode,
     /// How the disk is to lie in the replica's file, where its user says.
     pub format: Option<Format>,
     /// The source is a file that is copied as it is, whatever is in it.
@@ -181,7 +181,7 @@ pub(crate) struct Primary {
 
 impl Open {
     /// Neither to be adopted nor verified, without digests and without a source.
-    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: Commit) -> Open {
+    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: CommitMode) -> Open {
         Open {
             path: path.to_path_buf(),
             journal_dir: journal_dir.clone(),
