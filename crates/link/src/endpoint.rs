@@ -167,7 +167,7 @@ impl Receiver {
         Ok(message)
     }
 
-    /// As [`Receiver::recv`], but waits no longer than that.
+    /// Waits at most `patience` for the next message or the peer's goodbye.
     ///
     /// # Errors
     /// As [`Receiver::recv`].

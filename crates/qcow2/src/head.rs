@@ -117,12 +117,12 @@ impl ImageHeader {
         })
     }
 
-    /// The same of one that is only read: whether its bitmaps are kept up is the concern of who writes.
+    /// Why a file that is only read is refused, and what to do; its bitmaps do not matter, as only a writer has to keep them up.
     pub fn refusal_of_reader(&self) -> Option<(&'static str, &'static str)> {
         ImageHeader { bitmaps: false, ..*self }.refusal()
     }
 
-    /// The same of one that is to be a replica.
+    /// Why a file cannot be a replica, and what to do; `None` if it may be.
     pub fn refusal_of_replica(&self) -> Option<(&'static str, &'static str)> {
         // They would keep what dsync writes over, and a return to one would look like a foreign write.
         let snapshots = self.snapshots > 0;

@@ -77,11 +77,11 @@ impl Image {
         Image::open_at(file, path, access, None)
     }
 
-    /// The same, to be written; other processes may [`connect`] to what writes it, at `socket`. Once this process is killed, all that was
-    /// written gets into the file.
+    /// Opens the disk for writing; other processes may [`connect`] to it at `socket`. What was written gets into the file even if this
+    /// process is killed.
     ///
     /// # Errors
-    /// As for [`Image::open`].
+    /// As [`Image::open`].
     pub fn serve(file: File, path: &Path, socket: &Path) -> io::Result<Image> {
         Image::open_at(file, path, Use::Write, Some(socket))
     }

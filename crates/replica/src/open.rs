@@ -108,7 +108,7 @@ impl Replica {
     /// Opens a destination, with its state in `folder`. Takes no lock.
     ///
     /// # Errors
-    /// As for [`Replica::open`].
+    /// As [`Replica::open`].
     #[doc(hidden)]
     pub fn begin(
         destination: Box<dyn Destination>,

@@ -380,7 +380,7 @@ impl Replica {
         self.known.unclean = unclean;
     }
 
-    /// The same, once.
+    /// True, once, if own writes of an earlier process did not end in order.
     pub(crate) fn take_unclean(&mut self) -> bool {
         std::mem::take(&mut self.known.unclean)
     }

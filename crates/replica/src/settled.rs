@@ -52,7 +52,7 @@ fn merges(folder: &Path, lineage: &Lineage) -> bool {
 /// makes of it. Takes no lock.
 ///
 /// # Errors
-/// As for [`inspect`].
+/// As [`inspect`].
 pub fn is_committing(path: &Path, lineage: &Lineage, options: &ReplicaOptions) -> Result<bool> {
     Ok(merges(&state_folder(path, options)?, lineage))
 }

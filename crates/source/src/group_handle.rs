@@ -145,7 +145,7 @@ impl GroupHandle {
     /// Like [`GroupHandle::cut`], for disks tracked in the kernel: the last pass of each, with the blocks in `also`, all as of one moment.
     ///
     /// # Errors
-    /// As for [`Live::cut`].
+    /// As [`Live::cut`].
     pub fn cut_live(&self, also: &[Bitmap], options: &CutOptions) -> Result<(Epoch, Vec<Cut>), SourceError> {
         let lives: Vec<&Live> = self.members.iter().filter_map(Handle::live).collect();
         let members: Vec<_> = lives.into_iter().zip(also).collect();

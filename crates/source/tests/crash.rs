@@ -66,7 +66,7 @@ impl Machine {
         self.start_in(Arc::new(folder), power, intents)
     }
 
-    /// The same over a folder that outlives the process.
+    /// Starts a source whose folder outlives the process.
     fn start_in(
         &self,
         folder: Arc<FaultyFolder>,
@@ -228,7 +228,7 @@ fn a_power_cut_loses_nothing_whatever_reached_the_disks() {
     }
 }
 
-/// The same with the write-intent log off must fail, or the test above shows nothing.
+/// The test above shows something: with the write-intent log off, changes are lost.
 #[test]
 fn without_the_intent_log_a_power_cut_loses_changes() {
     let base = seed("without_the_intent_log");

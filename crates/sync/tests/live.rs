@@ -191,7 +191,7 @@ impl Scene {
         Box::new(Standin { disk, released, lost, world: self.world.clone() })
     }
 
-    /// The same with a disk whose flushes are seen.
+    /// A handle to a disk whose flushes are seen.
     fn watched(&self) -> Handle {
         let path = self.path("disk");
         let folder = self.path("watched");

@@ -529,7 +529,7 @@ impl TrackedDisk {
     /// not wait for a checkpoint that is under way.
     ///
     /// # Errors
-    /// As for [`TrackedDisk::dirty`].
+    /// As [`TrackedDisk::dirty`].
     pub fn dirty_runs(&self, blocks: Range<u64>, limit: usize) -> Result<Vec<Range<u64>>, OutOfMemory> {
         let current = self.current();
         if current.frozen.is_empty() {

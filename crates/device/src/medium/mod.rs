@@ -199,7 +199,7 @@ pub fn masked(print: &str, hidden: impl Iterator<Item = bool>) -> String {
 /// The hash of a part of a disk, for [`agree`].
 ///
 /// # Errors
-/// As for [`Medium::of`].
+/// As [`Medium::of`].
 pub fn hash_of(disk: &dyn Disk, at: u64, buf: &mut [u8]) -> io::Result<String> {
     match disk.read_at(at, buf) {
         Ok(()) => Ok(blake3::hash(buf).to_hex()[..HASH].to_owned()),

@@ -78,7 +78,7 @@ impl Inbox {
         }
     }
 
-    /// As [`Inbox::pop`], but waits no longer than that.
+    /// Waits at most `patience` for the next message; those that arrived before the end are still returned.
     pub(crate) fn pop_within(&self, patience: Duration) -> Result<Received> {
         let until = Instant::now() + patience;
         let mut state = lock(&self.state);

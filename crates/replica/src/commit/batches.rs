@@ -439,7 +439,7 @@ impl BatchCommitter<'_> {
     /// Ends: what was committed is in the destination, durably.
     ///
     /// # Errors
-    /// As for [`BatchCommitter::settle`].
+    /// As [`BatchCommitter::settle`].
     pub fn finish(mut self) -> Result<()> {
         self.apply()?;
         self.flush()?;

@@ -241,7 +241,7 @@ impl Group {
     /// and come after the others among the members. Durable when this returns.
     ///
     /// # Errors
-    /// As for [`Replica::rewind`]; before the intent is durable none of them has moved, and after that all of them will.
+    /// As [`Replica::rewind`]; before the intent is durable none of them has moved, and after that all of them will.
     pub fn rewind(&mut self, to: &GroupMoment, members: &mut [Replica]) -> Result<Vec<Option<Committed>>> {
         members.sort_by_key(|member| to.member(member.lineage().source).is_none());
         let had_part = members.partition_point(|member| to.member(member.lineage().source).is_some());
@@ -274,7 +274,7 @@ impl Group {
     /// Makes sources of all members, in one step. Durable when this returns.
     ///
     /// # Errors
-    /// As for [`Replica::promote`]; before the intent is durable none of them is a source, and after that all of them will be.
+    /// As [`Replica::promote`]; before the intent is durable none of them is a source, and after that all of them will be.
     pub fn promote(&mut self, members: &mut [Replica]) -> Result<Vec<Promoted>> {
         self.check_promoted(members)?;
         let Some(before) = &self.intent else { return Err(self.uncommitted()) };
@@ -348,7 +348,7 @@ impl Group {
     /// Opens all replicas of the group, which is in this folder without links. An interrupted promotion is completed.
     ///
     /// # Errors
-    /// As for [`Replica::open`]; refused if one is missing, or is not at the last common commit, unless `apart` says that this
+    /// As [`Replica::open`]; refused if one is missing, or is not at the last common commit, unless `apart` says that this
     /// does not matter.
     pub fn open_members(&self, dir: &Path, options: &ReplicaOptions, apart: bool) -> Result<Vec<Replica>> {
         let found = find_members(dir, &self.name, options)?;
@@ -358,7 +358,7 @@ impl Group {
     /// Opens the replicas that were found, each by `open`. An interrupted promotion is completed.
     ///
     /// # Errors
-    /// As for [`Group::open_members`].
+    /// As [`Group::open_members`].
     #[doc(hidden)]
     pub fn open_found(
         &self,

@@ -239,7 +239,7 @@ pub fn group_history(dir: &Path, name: &str, options: &ReplicaOptions) -> Result
 /// The past of the group whose members were found, by the past of each.
 ///
 /// # Errors
-/// As for [`group_history`].
+/// As [`group_history`].
 #[doc(hidden)]
 pub fn past_of(
     dir: &Path,

@@ -38,7 +38,7 @@ pub struct WantedGroup<'a> {
 /// Opens a reader of each, with its path in the folder. Takes no lock, unless a commit was killed, which is completed then. A commit under way is waited for.
 ///
 /// # Errors
-/// As for [`MomentView::open`]; refused if they are not all at that moment, or cannot be shown as they were then.
+/// As [`MomentView::open`]; refused if they are not all at that moment, or cannot be shown as they were then.
 pub fn view_together(
     wanted: WantedGroup<'_>,
     options: &ReplicaOptions,

@@ -201,7 +201,7 @@ impl HeldFrames {
         self.frames.as_deref()
     }
 
-    /// As [`HeldFrames::frames`], to be used up.
+    /// The frames, taken out, if all of them are held.
     pub(crate) fn into_frames(self) -> Option<Vec<Frame>> {
         self.frames
     }
@@ -241,7 +241,7 @@ pub(crate) fn replay(
     }
 }
 
-/// As [`replay`], of a delta whose frames are held: the journal has them too, durably, and they were verified as they arrived.
+/// Applies a delta from the frames held in memory: the journal has them too, durably, and they were verified as they arrived.
 pub(crate) fn replay_held(
     header: &Header,
     frames: Vec<Frame>,

@@ -66,7 +66,7 @@ pub fn history(path: &Path, options: &ReplicaOptions) -> Result<ReplicaPast> {
 /// and a rewind gives it up.
 ///
 /// # Errors
-/// As for [`history`].
+/// As [`history`].
 pub fn history_at_work(path: &Path, options: &ReplicaOptions) -> Result<ReplicaPast> {
     let mut history = history(path, options)?;
     let Some(lineage) = inspect(path, options)? else { return Ok(history) };
@@ -142,7 +142,7 @@ impl Replica {
     /// Prepares to bring it back to the moment of this state, up to where the commit of the group decides.
     ///
     /// # Errors
-    /// As for [`Replica::rewind`]. What was prepared is dropped with [`Replica::give_up_journal`].
+    /// As [`Replica::rewind`]. What was prepared is dropped with [`Replica::give_up_journal`].
     pub(crate) fn prepare_rewind(&mut self, state: Uuid) -> Result<Epoch> {
         self.go_back(state, |receiver| receiver.prepare())
     }

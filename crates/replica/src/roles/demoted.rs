@@ -81,7 +81,7 @@ impl Lineage {
 }
 
 impl Replica {
-    /// As [`demotes_anew`].
+    /// The epochs at which this former source can be demoted anew once it is promoted again, oldest first; see [`demotes_anew`].
     pub fn demotes_anew(&self) -> Vec<Epoch> {
         match self.changed() {
             None => self.lineage().demotes_anew(self.state()),

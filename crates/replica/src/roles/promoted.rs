@@ -41,7 +41,7 @@ pub struct Outlook {
 /// Opens the replica at `path` to be promoted: what a crash left of a commit is completed first.
 ///
 /// # Errors
-/// As for [`Replica::open`]; refused if there is no replica.
+/// As [`Replica::open`]; refused if there is no replica.
 pub fn to_promote(path: &Path, options: &ReplicaOptions) -> Result<Replica> {
     to_promote_by(path, inspect(path, options)?, options, &|options| Replica::open(path, options))
 }
@@ -49,7 +49,7 @@ pub fn to_promote(path: &Path, options: &ReplicaOptions) -> Result<Replica> {
 /// Opens a replica with that lineage, by `open`, to be promoted: what a crash left of a commit is completed first.
 ///
 /// # Errors
-/// As for [`to_promote`].
+/// As [`to_promote`].
 #[doc(hidden)]
 pub fn to_promote_by(
     path: &Path,
@@ -257,7 +257,7 @@ impl Replica {
     /// Takes over what a source knew that it was before, as its trail. Durable on return.
     ///
     /// # Errors
-    /// As for [`source::leave_trail`].
+    /// As [`source::leave_trail`].
     pub fn take_trail(&self, history: &source::History) -> std::result::Result<(), source::SourceError> {
         source::leave_trail(history, self.state())
     }
@@ -407,7 +407,7 @@ pub fn promotes_still(path: &Path, lineage: &Lineage) -> Result<Option<(String, 
 /// The name of the group that is being promoted, for [`promotes_still`], by what is written down in its folder.
 ///
 /// # Errors
-/// As for [`promotes_still`].
+/// As [`promotes_still`].
 #[doc(hidden)]
 pub fn promotes_still_by(folder: &dyn Folder, lineage: &Lineage) -> Result<Option<String>> {
     let role = &lineage.role;

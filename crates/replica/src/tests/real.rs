@@ -705,7 +705,6 @@ fn a_foreign_write_to_a_device_during_the_flush_of_a_commit_is_noticed() {
     assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
 }
 
-/// The same between two batches of a mirror.
 #[test]
 fn a_foreign_write_to_a_device_between_batches_is_noticed() {
     let _alone = alone();

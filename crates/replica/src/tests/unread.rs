@@ -260,7 +260,7 @@ fn a_damaged_set_means_everything() {
     }
 }
 
-/// The same where only the names of a copy were still to be changed.
+/// The set is lost where of a step only the names of its copy were still to be changed.
 #[test]
 fn a_set_that_is_lost_with_a_finished_step_means_everything() {
     let s = source();

@@ -100,7 +100,7 @@ impl Source {
         source
     }
 
-    /// The same, but the content of each epoch is that of the one before with parts of it moved about.
+    /// A source whose epochs each have the content of the one before with parts of it moved about.
     pub(crate) fn moving(seed: u64, blocks: &[u64]) -> Source {
         let mut source = Source::new(seed, blocks);
         let mut dice = Random::seeded(seed ^ 0x5eed);
@@ -205,7 +205,7 @@ impl Source {
         self.encode_in(header, to, blocks, 3)
     }
 
-    /// The same with so many blocks a frame.
+    /// A delta of these blocks, with so many a frame, as bytes.
     pub(crate) fn encode_in(
         &self,
         header: &Header,
@@ -427,7 +427,7 @@ impl World {
         }
     }
 
-    /// The same world once more.
+    /// A copy of this world.
     pub(crate) fn fork(&self) -> World {
         let other = World::new(self.kind);
         for folder in ["site", "state"] {

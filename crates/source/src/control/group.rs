@@ -122,7 +122,7 @@ pub fn join_group(state: &StateDir, path: &Path, group: SourceMembership) -> Res
 /// Makes the source with this state folder a member, as [`join_group`] does; `members` lists the sources of a group.
 ///
 /// # Errors
-/// As for [`join_group`].
+/// As [`join_group`].
 #[doc(hidden)]
 pub fn join_in(
     folder: &dyn Folder,

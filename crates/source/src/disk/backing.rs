@@ -95,7 +95,7 @@ impl PathBacking {
         PathBacking { identity: Mutex::new(identity), object, boot, format, image: None, socket }
     }
 
-    /// The same where this process has the disk in it open.
+    /// Reads through `image`, the qcow2 file that this process has open.
     pub(crate) fn over(self, image: Arc<Image>) -> PathBacking {
         PathBacking { image: Some(image), ..self }
     }

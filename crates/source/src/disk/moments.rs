@@ -309,7 +309,7 @@ impl Told {
         }
     }
 
-    /// The same with a list in place of a bitmap.
+    /// What was told, with the list of changes that was read from its bitmap.
     ///
     /// # Errors
     /// If there is no such bitmap, or it is of another disk.

@@ -388,7 +388,7 @@ impl Live {
     /// The last pass of several disks, all as of one moment: all file systems are frozen before the first record is read.
     ///
     /// # Errors
-    /// As for [`Live::cut`]; refused without a freeze.
+    /// As [`Live::cut`]; refused without a freeze.
     pub(crate) fn cut_together(
         members: &[(&Live, &Bitmap)],
         options: &CutOptions,

@@ -197,7 +197,7 @@ unsafe fn watch(child: &ChildArgs) -> ! {
 /// Thaws what may be frozen. False if it should be tried again.
 ///
 /// # Safety
-/// As for [`watch`].
+/// As [`watch`].
 unsafe fn thaw(child: &ChildArgs, begun: usize) -> bool {
     let mut done = true;
     // SAFETY: system calls with valid arguments only; see the caller.

@@ -75,7 +75,7 @@ pub(crate) fn begin(
 /// epochs, too, and a state that went back does not know all of those batches.
 ///
 /// # Errors
-/// As for [`begin`].
+/// As [`begin`].
 pub(crate) fn open(
     folder: &dyn Folder,
     about: &mut SourceMetadata,

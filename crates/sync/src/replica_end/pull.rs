@@ -141,7 +141,7 @@ impl Pull {
     /// Brings the replica up to date from the source at the other end of `link`.
     ///
     /// # Errors
-    /// As for [`push`](crate::push()) on the other side, as [`SyncError::Far`], and for [`receive`](crate::receive()) on this one.
+    /// As [`push`](crate::push()) on the other side, as [`SyncError::Far`], and for [`receive`](crate::receive()) on this one.
     pub fn sync(&self, link: Link, context: PullContext<'_>) -> Result<Summary, SyncError> {
         self.ask(link, context)
     }
@@ -149,7 +149,7 @@ impl Pull {
     /// Compares the replica with the source at the other end of `link`.
     ///
     /// # Errors
-    /// As for [`verify`](crate::verify()) on the other side, as [`SyncError::Far`].
+    /// As [`verify`](crate::verify()) on the other side, as [`SyncError::Far`].
     pub fn verify(&self, link: Link, context: PullContext<'_>) -> Result<Verified, SyncError> {
         self.ask(link, context)
     }

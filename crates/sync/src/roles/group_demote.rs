@@ -30,7 +30,7 @@ pub type Afterwards<'a> = &'a mut dyn FnMut(&[DemoteSummary]) -> Result<(), Sync
 /// Makes the sources of a group replicas, which hold all that was written to them. With `last_sync`, of those that this brings up to date.
 ///
 /// # Errors
-/// As for [`crate::demote()`] of each. On an error all of them remain the sources that they were, unless it says otherwise.
+/// As [`crate::demote()`] of each. On an error all of them remain the sources that they were, unless it says otherwise.
 pub fn demote_group(
     state: &dyn Site,
     name: &str,

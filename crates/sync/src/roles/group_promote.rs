@@ -32,7 +32,7 @@ pub struct GroupPromotion {
 /// Makes the replicas of the group in a folder the sources, which are a group of the same name from then on.
 ///
 /// # Errors
-/// As for [`crate::promote()`] of each; refused if one is missing, or they are not at one common epoch. On an error they remain replicas.
+/// As [`crate::promote()`] of each; refused if one is missing, or they are not at one common epoch. On an error they remain replicas.
 pub fn promote_group(
     state: &dyn Site,
     dir: &Path,

@@ -199,7 +199,7 @@ fn as_if_given_up(handle: &Handle, status: StatusReply, apart: Apart) -> Result<
 /// it has to be compared, because it is in no record.
 ///
 /// # Errors
-/// As for [`push`](crate::push()) with [`SyncOptions::give_up`].
+/// As [`push`](crate::push()) with [`SyncOptions::give_up`].
 pub fn give_up_member(
     handle: &Handle,
     link: Link,

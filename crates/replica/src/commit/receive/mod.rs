@@ -281,7 +281,7 @@ impl DeltaReceiver<'_> {
     /// Takes the next unit as [`DeltaReceiver::unit`] does, and shows a frame, verified, before it goes where it belongs.
     ///
     /// # Errors
-    /// As for [`DeltaReceiver::unit`].
+    /// As [`DeltaReceiver::unit`].
     pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
         self.sound()?;
         let taken = self.take(unit, seen);
@@ -383,7 +383,7 @@ impl DeltaReceiver<'_> {
     /// Prepares the delta for the commit of the group, once its trailer was taken: durable when this returns, and not merged.
     ///
     /// # Errors
-    /// As for [`DeltaReceiver::finish`]; refused if it does not go to the journal.
+    /// As [`DeltaReceiver::finish`]; refused if it does not go to the journal.
     pub fn prepare(mut self) -> Result<Epoch> {
         self.whole()?;
         let replica = &mut *self.replica;
