@@ -32,6 +32,6 @@ mod transmission;
 
 pub use context::{BlockStatus, Context, state};
 pub use disk::NbdDisk;
-pub use export::{BlockSizes, Export, ExportInfo, Exports, Refusal};
+pub use export::{BlockSizes, Export, ExportInfo, ExportRefusal, Exports};
 pub use server::{Server, ServerLimits, is_loopback};
 pub use socket::Stream;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use device::RamDisk;
-use nbd::{BlockStatus, Context, Export, ExportInfo, Refusal, Server, ServerLimits};
+use nbd::{BlockStatus, Context, Export, ExportInfo, ExportRefusal, Server, ServerLimits};
 
 struct Named(&'static str);
 
@@ -40,8 +40,8 @@ fn several(open: Arc<AtomicUsize>, opened: Arc<AtomicUsize>) -> Table {
             "one" => (1 << 20, false),
             "two" => (12345, true),
             "one@view" => (1 << 20, true),
-            "busy" => return Err(Refusal::denied("busy is in use: wait until it is free")),
-            _ => return Err(Refusal::unknown(format!("there is no export {name}"))),
+            "busy" => return Err(ExportRefusal::denied("busy is in use: wait until it is free")),
+            _ => return Err(ExportRefusal::unknown(format!("there is no export {name}"))),
         };
         open.fetch_add(1, Ordering::SeqCst);
         opened.fetch_add(1, Ordering::SeqCst);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use device::{Disk, ExportUri, NbdServer};
 use extents::Bitmap;
-use nbd::{BlockStatus, Context, Export, ExportInfo, Exports, Refusal, state};
+use nbd::{BlockStatus, Context, Export, ExportInfo, ExportRefusal, Exports, state};
 use source::{ControlServer, SharedView, Source, SourceGroup, StateDir, export_name};
 use sync::Site as _;
 
@@ -53,14 +53,17 @@ impl Exports for All {
         self.0.iter().map(|s| ExportInfo { name: s.name.clone(), description: describe(s) }).collect()
     }
 
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         let (plain, view) = match name.rsplit_once(VIEW) {
             Some((plain, view)) if !self.0.iter().any(|s| s.name == name) => (plain, Some(view)),
             _ => (name, None),
         };
         let Some(served) = self.0.iter().find(|s| s.name == plain) else {
             let names: Vec<&str> = self.0.iter().map(|s| s.name.as_str()).collect();
-            return Err(Refusal::unknown(format!("no export \"{name}\"; available: {}", names.join(", "))));
+            return Err(ExportRefusal::unknown(format!(
+                "no export \"{name}\"; available: {}",
+                names.join(", ")
+            )));
         };
         match (&served.what, view) {
             (What::Tracked(source), None) => {
@@ -86,12 +89,12 @@ impl Exports for All {
 }
 
 /// Opens the view of a source as the export `name`, whose part after `@view` is `private`: nothing, or a dot and a name.
-fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, Refusal> {
+fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, ExportRefusal> {
     let private = match private.strip_prefix('.') {
         Some(private) if source::is_plain(private) => private,
         None if private.is_empty() => "",
         _ => {
-            return Err(Refusal::unknown(format!(
+            return Err(ExportRefusal::unknown(format!(
                 "no export \"{name}\": a snapshot is NAME{VIEW} or NAME{VIEW}.READER, where READER is a letter, then letters, \
                  digits, dots, dashes or underscores"
             )));
@@ -100,7 +103,7 @@ fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, 
     let path = source.about().path.display();
     let shared = source
         .shared_view(private)
-        .map_err(|e| Refusal::denied(format!("cannot open a snapshot of {path}: {e}")))?;
+        .map_err(|e| ExportRefusal::denied(format!("cannot open a snapshot of {path}: {e}")))?;
     let mut export = Export::new(name, Arc::new(shared.view.clone()));
     // Readers take the number from here: see docs/incremental-backup.md.
     export.description = format!("epoch {} of {path}", shared.view.epoch().number);

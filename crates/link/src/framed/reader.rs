@@ -9,7 +9,7 @@ use device::Buf;
 use super::format::{BadHello, FrameHead, HELLO, Hello, MAGIC, VERSION};
 use super::keepalive::{self, Activity};
 use super::{FramedStream, Reading};
-use crate::flow::End;
+use crate::flow::StreamEnd;
 use crate::flow::transport::Shared;
 use crate::message::{self, FRAMING};
 use crate::{Error, Message};
@@ -151,7 +151,7 @@ fn read_frame(stream: &FramedStream, reader: &mut BufReader<ActivityReader>) -> 
             shared.inbox.push(message);
         }
         FrameHead::Credit(bytes) => shared.window.release(bytes.into()),
-        FrameHead::Goodbye => shared.inbox.end(End::Goodbye),
+        FrameHead::Goodbye => shared.inbox.end(StreamEnd::Goodbye),
         FrameHead::Ping => {}
         FrameHead::Distrust => {
             let trust = stream.options.trust.as_ref();

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use device::{Disk, Done, InlineQueue, Queue, RamDisk, Request, RequestKind, ThreadQueue};
-use nbd::{Export, ExportInfo, Exports, Refusal, Server, ServerLimits};
+use nbd::{Export, ExportInfo, ExportRefusal, Exports, Server, ServerLimits};
 
 pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 pub(crate) const ACK: u32 = 1;
@@ -318,7 +318,7 @@ pub(crate) fn meta(name: &str, queries: &[&str]) -> Vec<u8> {
     data
 }
 
-type Open = dyn Fn(&str) -> Result<Export, Refusal> + Send + Sync;
+type Open = dyn Fn(&str) -> Result<Export, ExportRefusal> + Send + Sync;
 
 /// Exports made again for each connection by a function of the name.
 pub(crate) struct Table {
@@ -331,7 +331,7 @@ impl Exports for Table {
         self.listed.clone()
     }
 
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         (self.open)(name)
     }
 }
@@ -343,7 +343,7 @@ where
 {
     let open = move |name: &str| {
         if name != "disk" {
-            return Err(Refusal::unknown(format!("there is no export {name}")));
+            return Err(ExportRefusal::unknown(format!("there is no export {name}")));
         }
         let mut export = Export::new(name, disk.clone());
         adjust(&mut export);

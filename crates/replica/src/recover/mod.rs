@@ -14,8 +14,7 @@ use crate::state::intent::Intent;
 use crate::state::lineage::{self, Lineage, Stamp, StepKind, Toward, Unsure};
 use crate::state::note::{self, Foreign};
 use table::{
-    Action, Arriving, Column, Content, File, OpenRefusal, Outcome, Purpose, RecordedStep, Repair, Sealed,
-    Situation, decide,
+    Action, Arriving, Column, Content, End, File, Purpose, Refusal, Repair, Sealed, Situation, Stage, decide,
 };
 
 /// What was found so far.
@@ -91,34 +90,34 @@ impl Replica {
         Ok(())
     }
 
-    fn end(&mut self, end: Outcome, found: &mut Found) -> Result<()> {
+    fn end(&mut self, end: End, found: &mut Found) -> Result<()> {
         let path = || self.path().to_path_buf();
         let why = found.why.unwrap_or(Foreign::Written);
         match end {
-            Outcome::Open => Ok(()),
-            Outcome::Forget => self.forget(),
-            Outcome::Merge => self.merge_sealed(std::mem::take(&mut found.deltas)),
-            Outcome::SealAndMerge => {
+            End::Open => Ok(()),
+            End::Forget => self.forget(),
+            End::Merge => self.merge_sealed(std::mem::take(&mut found.deltas)),
+            End::SealAndMerge => {
                 found.arriving.take().map_or(Ok(()), |contents| self.seal_and_merge(contents))
             }
-            Outcome::KeepArriving => {
+            End::KeepArriving => {
                 self.set_journal(found.arriving.take());
                 Ok(())
             }
-            Outcome::Adopt => {
+            End::Adopt => {
                 found.why.iter().for_each(|why| self.notice(*why));
                 found.now.clone().into_iter().for_each(|now| self.take(now));
                 Ok(())
             }
-            Outcome::OpenInDoubt => {
+            End::OpenInDoubt => {
                 self.notice(why);
                 self.set_changed(Some(why));
                 Ok(())
             }
-            Outcome::Refuse(OpenRefusal::Changed) => Err(self.touched(why)),
-            Outcome::Refuse(OpenRefusal::NotAReplica) => Err(ReplicaError::NotAReplica(path())),
-            Outcome::Refuse(OpenRefusal::Unproven) => Err(ReplicaError::Unproven(path())),
-            Outcome::Refuse(OpenRefusal::Damaged) => Err(journal::damaged(
+            End::Refuse(Refusal::Changed) => Err(self.touched(why)),
+            End::Refuse(Refusal::NotAReplica) => Err(ReplicaError::NotAReplica(path())),
+            End::Refuse(Refusal::Unproven) => Err(ReplicaError::Unproven(path())),
+            End::Refuse(Refusal::Damaged) => Err(journal::damaged(
                 &self.folder().join(WHOLE),
                 "it does not begin with a whole delta any more".into(),
             )),
@@ -134,15 +133,15 @@ impl Replica {
         let has = |stamp: &Option<Stamp>, inode| stamp.as_ref().is_some_and(|stamp| stamp.inode == inode);
         let under_way = self.lineage().step.as_ref();
         let (step, inode) = match under_way.map(|step| (step.kind, step.finished)) {
-            None => (RecordedStep::None, None),
-            Some((StepKind::InPlace, _)) => (RecordedStep::InPlace, None),
-            Some((StepKind::NewFile { inode, .. }, true)) => (RecordedStep::NewFileFinished, Some(inode)),
-            Some((StepKind::NewFile { inode, .. }, false)) => (RecordedStep::NewFile, Some(inode)),
-            Some((StepKind::Clone { inode }, true)) => (RecordedStep::CloneFinished, Some(inode)),
+            None => (Stage::None, None),
+            Some((StepKind::InPlace, _)) => (Stage::InPlace, None),
+            Some((StepKind::NewFile { inode, .. }, true)) => (Stage::NewFileFinished, Some(inode)),
+            Some((StepKind::NewFile { inode, .. }, false)) => (Stage::NewFile, Some(inode)),
+            Some((StepKind::Clone { inode }, true)) => (Stage::CloneFinished, Some(inode)),
             Some((StepKind::Clone { inode }, false)) if self.begins_anew() => {
-                (RecordedStep::ClonePending, Some(inode))
+                (Stage::ClonePending, Some(inode))
             }
-            Some((StepKind::Clone { inode }, false)) => (RecordedStep::Clone, Some(inode)),
+            Some((StepKind::Clone { inode }, false)) => (Stage::Clone, Some(inode)),
         };
         let file = match inode {
             Some(inode) if has(&now, inode) => File::InPlace,
@@ -161,7 +160,7 @@ impl Replica {
     }
 
     fn look_at_sealed(&self, found: &mut Found) -> Result<()> {
-        let nothing = found.now.is_none() || found.situation.step == RecordedStep::NewFile;
+        let nothing = found.now.is_none() || found.situation.step == Stage::NewFile;
         let measured = if nothing { Ok(None) } else { journal::measure_all(self.state(), WHOLE) };
         let deltas = match measured {
             // Its user has all of it compared.
@@ -204,8 +203,8 @@ impl Replica {
             found.situation.content = if known { Content::Gone } else { Content::None };
             return Ok(());
         };
-        let finished = matches!(step, RecordedStep::NewFileFinished | RecordedStep::CloneFinished);
-        let seeds = matches!(step, RecordedStep::NewFile | RecordedStep::NewFileFinished);
+        let finished = matches!(step, Stage::NewFileFinished | Stage::CloneFinished);
+        let seeds = matches!(step, Stage::NewFile | Stage::NewFileFinished);
         let unknown = match self.lineage().step.as_ref().filter(|_| seeds) {
             Some(step) => !step.kind.replaces(),
             None => !known && !self.destination().is_device() && !self.options().replace,

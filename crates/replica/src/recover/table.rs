@@ -1,8 +1,8 @@
 #![doc = include_str!("../../../../docs/recovery.md")]
 
-/// What the lineage says of a step.
+/// How far a step has come, as the lineage records it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum RecordedStep {
+pub(super) enum Stage {
     /// Nothing is under way.
     None,
     /// A commit in place.
@@ -101,7 +101,7 @@ pub(super) enum Purpose {
 /// What is known so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Situation {
-    pub step: RecordedStep,
+    pub step: Stage,
     pub file: File,
     pub sealed: Sealed,
     pub content: Content,
@@ -117,7 +117,7 @@ pub(super) enum Action {
     /// Change something, then decide again.
     Change(Repair),
     /// The last action.
-    End(Outcome),
+    End(End),
 }
 
 /// A column that is looked at only when a line asks for it.
@@ -158,7 +158,7 @@ pub(super) enum Repair {
 
 /// How recovery ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(super) enum End {
     /// Begin as if there had been no replica, and leave all where it is.
     Forget,
     /// Take what is there as something of which nothing is known.
@@ -174,12 +174,12 @@ pub(super) enum Outcome {
     /// There is nothing to do.
     Open,
     /// Not opened.
-    Refuse(OpenRefusal),
+    Refuse(Refusal),
 }
 
 /// Why a replica is not opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum OpenRefusal {
+pub(super) enum Refusal {
     /// Others have changed it.
     Changed,
     /// What is there is not a replica.
@@ -193,28 +193,22 @@ pub(super) enum OpenRefusal {
 /// The table.
 pub(super) fn decide(situation: &Situation) -> Action {
     let Situation { step, file, sealed, content, arriving, asked } = *situation;
-    let finished = matches!(step, RecordedStep::NewFileFinished | RecordedStep::CloneFinished);
-    let refuse = |refusal| Action::End(Outcome::Refuse(refusal));
-    let adopt_or = |other| Action::End(if asked == Purpose::Adopt { Outcome::Adopt } else { other });
+    let finished = matches!(step, Stage::NewFileFinished | Stage::CloneFinished);
+    let refuse = |refusal| Action::End(End::Refuse(refusal));
+    let adopt_or = |other| Action::End(if asked == Purpose::Adopt { End::Adopt } else { other });
     let changed = || match asked {
-        Purpose::Doubt => Action::End(Outcome::OpenInDoubt),
-        Purpose::Adopt | Purpose::Use => adopt_or(Outcome::Refuse(OpenRefusal::Changed)),
+        Purpose::Doubt => Action::End(End::OpenInDoubt),
+        Purpose::Adopt | Purpose::Use => adopt_or(End::Refuse(Refusal::Changed)),
     };
 
     // The file of a step, and its names.
     match (step, file) {
-        (RecordedStep::None | RecordedStep::InPlace, File::Stray) => {
-            return Action::Change(Repair::RemoveStray);
-        }
-        (RecordedStep::None | RecordedStep::InPlace, _) => {}
-        (RecordedStep::ClonePending, _) | (_, File::None | File::Stray) => {
-            return Action::Change(Repair::DropStep);
-        }
-        (RecordedStep::NewFile | RecordedStep::Clone, File::InPlace) => {
-            return Action::Change(Repair::DropStep);
-        }
-        (RecordedStep::NewFile | RecordedStep::Clone, File::Beside) => {}
-        (RecordedStep::NewFileFinished | RecordedStep::CloneFinished, File::InPlace | File::Beside) => {}
+        (Stage::None | Stage::InPlace, File::Stray) => return Action::Change(Repair::RemoveStray),
+        (Stage::None | Stage::InPlace, _) => {}
+        (Stage::ClonePending, _) | (_, File::None | File::Stray) => return Action::Change(Repair::DropStep),
+        (Stage::NewFile | Stage::Clone, File::InPlace) => return Action::Change(Repair::DropStep),
+        (Stage::NewFile | Stage::Clone, File::Beside) => {}
+        (Stage::NewFileFinished | Stage::CloneFinished, File::InPlace | File::Beside) => {}
     }
     if finished {
         return match (step, file, content) {
@@ -223,13 +217,11 @@ pub(super) fn decide(situation: &Situation) -> Action {
             (_, File::InPlace, Content::Changed) if asked == Purpose::Doubt => {
                 Action::Change(Repair::FinishInDoubt)
             }
-            (_, File::InPlace, Content::Changed) => adopt_or(Outcome::Refuse(OpenRefusal::Changed)),
+            (_, File::InPlace, Content::Changed) => adopt_or(End::Refuse(Refusal::Changed)),
             (_, File::InPlace, _) => Action::Change(Repair::FinishRename),
             // Another file has got its name first.
-            (RecordedStep::NewFileFinished, _, Content::Unknown) => {
-                adopt_or(Outcome::Refuse(OpenRefusal::NotAReplica))
-            }
-            (RecordedStep::CloneFinished, _, Content::Changed) => changed(),
+            (Stage::NewFileFinished, _, Content::Unknown) => adopt_or(End::Refuse(Refusal::NotAReplica)),
+            (Stage::CloneFinished, _, Content::Changed) => changed(),
             _ => Action::Change(Repair::PutInPlace),
         };
     }
@@ -238,40 +230,36 @@ pub(super) fn decide(situation: &Situation) -> Action {
     match (sealed, content) {
         (Sealed::Unseen, _) => return Action::Look(Column::Sealed),
         (Sealed::Merged, _) => return Action::Change(Repair::DropMerged),
-        (Sealed::Whole | Sealed::Damaged, _) if asked == Purpose::Adopt => {
-            return Action::End(Outcome::Adopt);
-        }
+        (Sealed::Whole | Sealed::Damaged, _) if asked == Purpose::Adopt => return Action::End(End::Adopt),
         (_, Content::Unseen) => return Action::Look(Column::Content),
-        (_, Content::Unknown) => return adopt_or(Outcome::Refuse(OpenRefusal::NotAReplica)),
+        (_, Content::Unknown) => return adopt_or(End::Refuse(Refusal::NotAReplica)),
         (Sealed::None, _) | (_, Content::None | Content::Gone) => {}
         // A merge would overwrite what others wrote before anybody has seen it.
         (_, Content::Changed) if asked == Purpose::Doubt => return Action::Change(Repair::GiveUpSealed),
-        (_, Content::Changed) => return refuse(OpenRefusal::Changed),
-        (Sealed::Damaged, _) => return refuse(OpenRefusal::Damaged),
-        (Sealed::Whole, _) => return Action::End(Outcome::Merge),
+        (_, Content::Changed) => return refuse(Refusal::Changed),
+        (Sealed::Damaged, _) => return refuse(Refusal::Damaged),
+        (Sealed::Whole, _) => return Action::End(End::Merge),
     }
 
     // What is there, and what has come.
     match (step, content, arriving) {
-        (RecordedStep::None | RecordedStep::InPlace, Content::Gone, _) => Action::End(Outcome::Forget),
-        (RecordedStep::NewFile, Content::None | Content::Gone, _) => by_arriving(arriving),
-        (RecordedStep::NewFile, ..) if asked == Purpose::Adopt => Action::End(Outcome::Adopt),
-        (RecordedStep::NewFile, Content::Changed, _) => refuse(OpenRefusal::Changed),
-        (RecordedStep::NewFile, ..) => Action::End(Outcome::Open),
+        (Stage::None | Stage::InPlace, Content::Gone, _) => Action::End(End::Forget),
+        (Stage::NewFile, Content::None | Content::Gone, _) => by_arriving(arriving),
+        (Stage::NewFile, ..) if asked == Purpose::Adopt => Action::End(End::Adopt),
+        (Stage::NewFile, Content::Changed, _) => refuse(Refusal::Changed),
+        (Stage::NewFile, ..) => Action::End(End::Open),
         (_, Content::Changed, _) => changed(),
         (_, Content::Reserved, _) => Action::Change(Repair::TakeTimes),
+        (Stage::None | Stage::InPlace, Content::AsLeft | Content::Unproven, Arriving::Complete) => {
+            Action::Change(Repair::MakeRoom)
+        }
         (
-            RecordedStep::None | RecordedStep::InPlace,
-            Content::AsLeft | Content::Unproven,
-            Arriving::Complete,
-        ) => Action::Change(Repair::MakeRoom),
-        (
-            RecordedStep::None | RecordedStep::InPlace,
+            Stage::None | Stage::InPlace,
             Content::AsLeft | Content::Unproven,
             Arriving::HasRoom | Arriving::Committed,
-        ) => Action::End(Outcome::SealAndMerge),
+        ) => Action::End(End::SealAndMerge),
         (_, Content::Unproven, Arriving::None | Arriving::Part) if asked != Purpose::Adopt => {
-            refuse(OpenRefusal::Unproven)
+            refuse(Refusal::Unproven)
         }
         _ => by_arriving(arriving),
     }
@@ -280,8 +268,8 @@ pub(super) fn decide(situation: &Situation) -> Action {
 fn by_arriving(arriving: Arriving) -> Action {
     match arriving {
         Arriving::Unseen => Action::Look(Column::Arriving),
-        Arriving::None => Action::End(Outcome::Open),
-        Arriving::Part => Action::End(Outcome::KeepArriving),
+        Arriving::None => Action::End(End::Open),
+        Arriving::Part => Action::End(End::KeepArriving),
         Arriving::Complete | Arriving::HasRoom | Arriving::Committed | Arriving::Useless => {
             Action::Change(Repair::DropArriving)
         }
@@ -293,14 +281,14 @@ mod tests {
     use super::*;
 
     /// The words of the table's cells.
-    const STEPS: [(&str, RecordedStep); 7] = [
-        ("none", RecordedStep::None),
-        ("in place", RecordedStep::InPlace),
-        ("new file", RecordedStep::NewFile),
-        ("clone pending", RecordedStep::ClonePending),
-        ("clone", RecordedStep::Clone),
-        ("new file finished", RecordedStep::NewFileFinished),
-        ("clone finished", RecordedStep::CloneFinished),
+    const STEPS: [(&str, Stage); 7] = [
+        ("none", Stage::None),
+        ("in place", Stage::InPlace),
+        ("new file", Stage::NewFile),
+        ("clone pending", Stage::ClonePending),
+        ("clone", Stage::Clone),
+        ("new file finished", Stage::NewFileFinished),
+        ("clone finished", Stage::CloneFinished),
     ];
     const FILES: [(&str, File); 4] =
         [("none", File::None), ("stray", File::Stray), ("beside", File::Beside), ("in place", File::InPlace)];
@@ -346,17 +334,17 @@ mod tests {
         ("take over the times", Action::Change(Repair::TakeTimes)),
         ("make room", Action::Change(Repair::MakeRoom)),
         ("drop `journal`", Action::Change(Repair::DropArriving)),
-        ("**forget**", Action::End(Outcome::Forget)),
-        ("**adopt**", Action::End(Outcome::Adopt)),
-        ("**open in doubt**", Action::End(Outcome::OpenInDoubt)),
-        ("**merge `journal-whole`**", Action::End(Outcome::Merge)),
-        ("**seal and merge `journal`**", Action::End(Outcome::SealAndMerge)),
-        ("**keep `journal`**", Action::End(Outcome::KeepArriving)),
-        ("**open**", Action::End(Outcome::Open)),
-        ("**refuse: changed**", Action::End(Outcome::Refuse(OpenRefusal::Changed))),
-        ("**refuse: not a replica**", Action::End(Outcome::Refuse(OpenRefusal::NotAReplica))),
-        ("**refuse: damaged**", Action::End(Outcome::Refuse(OpenRefusal::Damaged))),
-        ("**refuse: unproven**", Action::End(Outcome::Refuse(OpenRefusal::Unproven))),
+        ("**forget**", Action::End(End::Forget)),
+        ("**adopt**", Action::End(End::Adopt)),
+        ("**open in doubt**", Action::End(End::OpenInDoubt)),
+        ("**merge `journal-whole`**", Action::End(End::Merge)),
+        ("**seal and merge `journal`**", Action::End(End::SealAndMerge)),
+        ("**keep `journal`**", Action::End(End::KeepArriving)),
+        ("**open**", Action::End(End::Open)),
+        ("**refuse: changed**", Action::End(End::Refuse(Refusal::Changed))),
+        ("**refuse: not a replica**", Action::End(End::Refuse(Refusal::NotAReplica))),
+        ("**refuse: damaged**", Action::End(End::Refuse(Refusal::Damaged))),
+        ("**refuse: unproven**", Action::End(End::Refuse(Refusal::Unproven))),
     ];
 
     /// The values that a cell names; all of them if it is empty.
@@ -373,7 +361,7 @@ mod tests {
 
     struct Line {
         text: &'static str,
-        steps: Vec<RecordedStep>,
+        steps: Vec<Stage>,
         files: Vec<File>,
         sealed: Vec<Sealed>,
         contents: Vec<Content>,
@@ -458,18 +446,13 @@ mod tests {
             let action = decide(&situation);
             let trusts = matches!(
                 action,
-                Action::End(
-                    Outcome::Merge
-                        | Outcome::SealAndMerge
-                        | Outcome::KeepArriving
-                        | Outcome::Open
-                        | Outcome::Forget
-                ) | Action::Change(Repair::FinishRename | Repair::TakeTimes | Repair::MakeRoom)
+                Action::End(End::Merge | End::SealAndMerge | End::KeepArriving | End::Open | End::Forget)
+                    | Action::Change(Repair::FinishRename | Repair::TakeTimes | Repair::MakeRoom)
             );
             assert!(!trusts, "{situation:?}: {action:?}");
             // A new file takes the place of whatever may be replaced.
             let renames = action == Action::Change(Repair::PutInPlace);
-            assert!(!renames || situation.step == RecordedStep::NewFileFinished, "{situation:?}: {action:?}");
+            assert!(!renames || situation.step == Stage::NewFileFinished, "{situation:?}: {action:?}");
         }
     }
 
@@ -485,7 +468,7 @@ mod tests {
                 Action::Change(Repair::RemoveStray) => file == File::Stray,
                 Action::Change(
                     Repair::DropStep | Repair::FinishRename | Repair::FinishInDoubt | Repair::PutInPlace,
-                ) => !matches!(step, RecordedStep::None | RecordedStep::InPlace),
+                ) => !matches!(step, Stage::None | Stage::InPlace),
                 Action::Change(Repair::GiveUpSealed) => matches!(sealed, Sealed::Whole | Sealed::Damaged),
                 Action::Change(Repair::DropMerged) => sealed == Sealed::Merged,
                 Action::Change(Repair::TakeTimes) => content == Content::Reserved,

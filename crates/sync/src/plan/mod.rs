@@ -161,11 +161,7 @@ pub(crate) fn choose(
         _ => {}
     }
     let why = match positions(status).filter(|_| !options.adopt) {
-        None if options.adopt || replica.source.is_none() => "the replica was adopted".to_owned(),
-        None if replica.role.demoted.is_some() => {
-            "it was demoted without knowing what had been written to it".to_owned()
-        }
-        None => "moving its parts in place was cut off".to_owned(),
+        None => unplaced(replica, options.adopt).to_owned(),
         // It may hold what its source wrote later, and no other branch has.
         Some(_)
             if replica.state == State::Fuzzy && replica.epoch.is_some_and(|epoch| shared(facts, &epoch)) =>
@@ -193,6 +189,17 @@ pub(crate) fn choose(
     match options.method {
         Some(Method::Tracked) => Err(Conflict::Lost { path: facts.path.to_path_buf(), why }),
         _ => Ok(Choice::compare(&why)),
+    }
+}
+
+/// Why the parts of a replica count as of no epoch.
+fn unplaced(replica: &replica::Status, adopt: bool) -> &'static str {
+    if adopt || replica.source.is_none() {
+        "the replica was adopted"
+    } else if replica.role.demoted.is_some() {
+        "it was demoted without knowing what had been written to it"
+    } else {
+        "moving its parts in place was cut off"
     }
 }
 
