@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use device::Disk;
-use nbd::{Export, ExportInfo, Exports, Refusal, Server};
+use nbd::{Export, ExportInfo, ExportRefusal, Exports, Server};
 use testing::faulty::{FaultyDisk, Keep, Outage, Power};
 
 use crate::{Background, Random, Run, Site, image};
@@ -82,7 +82,7 @@ impl Exports for One {
         vec![ExportInfo { name: "disk".into(), description: String::new() }]
     }
 
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         Ok(Export::new(name, Arc::clone(&self.0) as Arc<dyn Disk>))
     }
 }
