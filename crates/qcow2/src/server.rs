@@ -42,7 +42,7 @@ pub(crate) struct QemuNbd {
     ended: Arc<Ended>,
 }
 
-/// Its error text, once it has ended.
+/// The error text of a qemu-nbd, once it has ended.
 #[derive(Default)]
 struct Ended {
     text: Mutex<Option<String>>,

@@ -252,7 +252,7 @@ impl Replica {
 
 /// What this process knows.
 impl Replica {
-    /// There was a replica, and its file is gone.
+    /// True if there was a replica, and its file is gone.
     pub(crate) fn is_gone(&self) -> bool {
         self.known.gone
     }

@@ -103,12 +103,12 @@ impl GroupHandle {
         ))
     }
 
-    /// Its name.
+    /// The name of the group.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its members.
+    /// The sources of the group.
     pub fn members(&self) -> &[Handle] {
         &self.members
     }

@@ -69,7 +69,7 @@ pub(super) struct Scan<'a> {
 }
 
 impl<'a> Scan<'a> {
-    /// Of the chunk `chunk` of a source of `size` bytes; `data` begins at `start`.
+    /// Scans the chunk `chunk` of a source of `size` bytes; `data` begins at `start`.
     pub(super) fn new(
         index: &'a BlockIndex,
         data: &'a [u8],

@@ -109,7 +109,7 @@ impl Medium {
         Medium { edges: String::new(), ..self.clone() }
     }
 
-    /// As it would be if so many of the sectors that were written since `before` had not been.
+    /// The medium without so many of the sectors that were written since `before`.
     pub fn without(&self, before: &Medium, sectors: u64) -> Medium {
         let less = |now: WriteCounts, before: WriteCounts| {
             let since = now.sectors.saturating_sub(before.sectors);
@@ -244,7 +244,7 @@ pub fn disk_id(device: u64) -> Option<String> {
     Some(format!("{cut}-{}", &blake3::hash(id.as_bytes()).to_hex()[..HASH]))
 }
 
-/// By the device's folder in sysfs.
+/// An id that a device keeps, from its folder in sysfs.
 fn id_at(place: &Path) -> Option<String> {
     let read = |name: &str| {
         let text = std::fs::read_to_string(place.join(name)).ok()?;

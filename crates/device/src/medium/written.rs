@@ -106,7 +106,7 @@ impl Counters {
         (numbers(&self.counts)? == [1]).then(|| self.own.read())?
     }
 
-    /// Of a partition also what goes past all partitions. `None` if the kernel does not count.
+    /// What goes through the device, and for a partition also what goes past all partitions. `None` if the kernel does not count.
     pub(crate) fn read(&self) -> Option<WriteCounts> {
         let Some((disk, partitions)) = &self.disk else { return self.read_own() };
         for _ in 0..READS {

@@ -134,7 +134,7 @@ impl Rehearsal {
         Rehearsal::of(view.map_err(|error| of_a_source(error, &path))?, args)
     }
 
-    /// Of a replica that was opened at a moment.
+    /// A rehearsal over a replica that was opened at a moment.
     fn of(view: MomentView, args: &args::Serve) -> Result<Rehearsal> {
         let view = Arc::new(view);
         let overlay = match (args.writable, &args.overlay) {

@@ -36,7 +36,7 @@ pub(crate) fn running() -> Option<&'static Running> {
 }
 
 impl Running {
-    /// Its name.
+    /// The name of the job.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -282,7 +282,7 @@ impl JobFile {
         self.lines.iter().find(|line| line.key == key).map(|line| line.value.as_str())
     }
 
-    /// Of the options with these keys those that it sets, another command has too, and were not given to that.
+    /// Options of the job with these keys that `command` has too, and that were not `given` to it.
     pub(crate) fn options(
         &self,
         keys: &[&str],
@@ -306,7 +306,7 @@ impl JobFile {
         Ok(options)
     }
 
-    /// It does not say what a command needs.
+    /// The error that the job cannot be used, and why.
     pub(crate) fn misfit(&self, why: &str) -> anyhow::Error {
         Failure::usage(format!("{}: {why}", self.path.display())).into()
     }

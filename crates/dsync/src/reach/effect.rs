@@ -88,7 +88,7 @@ pub(crate) fn on_container(info: &SourceInfo, destination: &str, output: &Output
     }
 }
 
-/// Who holds a source, against the options for opening one, and those for tracked disks alone.
+/// Warns of options that have no effect on a source that is held already, and of those for tracked disks alone.
 pub(crate) fn on_source(info: &SourceInfo, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
     let path = info.path.display();
     let opening = [

@@ -101,7 +101,7 @@ impl LocalReplica<'_> {
         }
     }
 
-    /// Of when it is, of which term, and whether a rewind has brought it there.
+    /// The moment and the term of the replica, and whether a rewind has brought it there.
     fn age(&self) -> String {
         if self.epoch.is_none() || self.demoted || self.role == "promoted" {
             return String::new();

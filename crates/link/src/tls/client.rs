@@ -31,7 +31,7 @@ pub struct ConnectOptions {
 }
 
 impl Default for ConnectOptions {
-    /// As many connections as the distance needs; 10 and 30 seconds; to push.
+    /// As many connections as the distance needs, a patience of 10 and a timeout of 30 seconds, to push.
     fn default() -> ConnectOptions {
         ConnectOptions {
             connections: None,

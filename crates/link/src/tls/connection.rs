@@ -37,7 +37,7 @@ impl ConnectError {
         matches!(self, ConnectError::Tls(rustls::Error::AlertReceived(AlertDescription::CertificateUnknown)))
     }
 
-    /// As an error about `peer`.
+    /// The error to report about `peer`.
     pub(super) fn error(self, peer: &str) -> Error {
         let peer = peer.to_string();
         match self {

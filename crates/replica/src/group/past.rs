@@ -130,7 +130,7 @@ pub(crate) fn find_members(dir: &Path, name: &str, options: &ReplicaOptions) -> 
     choose_members(dir, name, &folder, members)
 }
 
-/// Of all replicas in a folder those of the group, and the last common commit, by what is written down in the group's folder.
+/// The replicas of a group among all in its folder, and their last common commit, as the group's folder records them.
 ///
 /// # Errors
 /// Refused if nothing was committed yet, or a replica is missing.

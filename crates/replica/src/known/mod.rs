@@ -122,7 +122,7 @@ pub enum Condition {
 }
 
 impl KnownReplicas {
-    /// Those in the folder `list`, and those on devices, whose folders are in [`ReplicaOptions::devices`](crate::ReplicaOptions::devices).
+    /// The replicas in the folder `list`, and those on devices, with folders in [`ReplicaOptions::devices`](crate::ReplicaOptions::devices).
     pub fn new(list: PathBuf, devices: PathBuf) -> KnownReplicas {
         KnownReplicas { list, devices }
     }

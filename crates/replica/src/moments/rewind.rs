@@ -121,7 +121,7 @@ fn in_place(lineage: &Lineage) -> bool {
 }
 
 impl Replica {
-    /// Its past.
+    /// The replica's past.
     ///
     /// # Errors
     /// If its state cannot be read.

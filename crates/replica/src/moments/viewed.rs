@@ -84,7 +84,7 @@ impl Replica {
         }
     }
 
-    /// Of its file; 0 for a device.
+    /// The inode of the replica's file; 0 for a device.
     fn inode(&self) -> std::result::Result<u64, String> {
         if self.destination().is_device() {
             return Ok(0);
@@ -128,7 +128,7 @@ impl Replica {
         Ok(touched.ranges().collect())
     }
 
-    /// Whoever reads loses: what comes next is not kept for them.
+    /// Ends all views: what comes next is not kept for their readers.
     pub(crate) fn lose_readers(&mut self, why: &str) -> Result<()> {
         let folder = self.shared_state();
         let lost = self.views_mut().lose(&*folder, why);

@@ -33,7 +33,7 @@ use uuid::Uuid;
 
 /// The file's name.
 const NAME: &str = "present";
-/// Its length.
+/// The file's length in bytes.
 const LEN: u64 = 4096;
 /// Where readers leave a number of their own, by which it is seen that there are more.
 const ASKED: u64 = 8;

@@ -22,7 +22,7 @@ use crate::SourceError;
 
 /// What a source must know of its file or device, besides its bytes.
 pub trait Backing: Send + Sync {
-    /// Its present identity.
+    /// The present identity of the file or device.
     fn identity(&self) -> Result<Identity, SourceError>;
     /// The boot of the machine.
     fn boot(&self) -> Boot;
@@ -100,7 +100,7 @@ impl PathBacking {
         PathBacking { image: Some(image), ..self }
     }
 
-    /// Its identity when it was last checked.
+    /// The identity of the disk when it was last checked.
     fn known(&self) -> std::sync::MutexGuard<'_, Identity> {
         self.identity.lock().unwrap_or_else(|e| e.into_inner())
     }

@@ -53,7 +53,7 @@ pub trait Around: Debug + Send + Sync {
     /// Why it must not be.
     fn before(&self) -> Result<(), String>;
 
-    /// It was made, or not.
+    /// The clone was made, or not.
     fn after(&self, made: bool);
 }
 
@@ -276,8 +276,8 @@ impl NewClone {
         CloneBacking { file: self.file.clone(), path: self.path(), image: self.image.clone(), boot }
     }
 
-    /// It will be that of an epoch which is about to be written to the history, or is the last one there and has none that holds: unless the source's disk
-    /// is the image itself, and was written to since. Durable on return.
+    /// Keeps the clone for an epoch which is about to be written to the history, or is the last one there and has none that holds: unless the
+    /// source's disk is the image itself, and was written to since. Durable on return.
     ///
     /// # Errors
     /// If that cannot be written.

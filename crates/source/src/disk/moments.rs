@@ -279,7 +279,7 @@ impl NewMoment {
         }
     }
 
-    /// It will be that of an epoch which is about to be written to the history, or is the last one there. Durable on return.
+    /// Keeps the moment for an epoch which is about to be written to the history, or is the last one there. Durable on return.
     ///
     /// # Errors
     /// If that cannot be written.

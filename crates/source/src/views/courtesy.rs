@@ -46,7 +46,7 @@ impl Courtesy {
         }
     }
 
-    /// Of those who wait for nobody.
+    /// The courtesy of readers that wait for nobody.
     pub(crate) fn none() -> Arc<Courtesy> {
         Arc::new(Courtesy::new(None))
     }

@@ -105,7 +105,7 @@ impl WantedBlocks {
         WantedBlocks { changes: changes.into(), block_size, size, all_from: u64::MAX, to_end: false }
     }
 
-    /// Also what is allocated beyond a byte of the disk, and the block that this byte is in.
+    /// Adds what is allocated beyond a byte of the disk, and the block that this byte is in.
     pub(crate) fn and_beyond(mut self, upto: u64) -> WantedBlocks {
         if upto < self.size {
             let block = upto / self.block_size;
@@ -115,14 +115,14 @@ impl WantedBlocks {
         self
     }
 
-    /// Also the last block, whatever it holds.
+    /// Adds the last block, whatever it holds.
     pub(crate) fn reach_end(&mut self) {
         self.to_end = true;
         let blocks = self.changes.blocks();
         self.changes.set(blocks.saturating_sub(1)..blocks);
     }
 
-    /// Also what is between marked blocks, where they are dense. Returns the blocks, extents and bytes that were marked
+    /// Adds what is between marked blocks, where they are dense. Returns the blocks, extents and bytes that were marked
     /// before.
     pub(crate) fn fill_dense(&mut self) -> (u64, u64, u64) {
         let blocks = self.changes.count();

@@ -340,7 +340,7 @@ pub(crate) struct CommitReply {
 }
 
 impl CommitReply {
-    /// It is at this epoch, and nothing was to be written.
+    /// The replica is at this epoch, and nothing was to be written.
     pub(crate) fn nothing_written(epoch: Epoch) -> CommitReply {
         CommitReply { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() }
     }
