@@ -58,9 +58,9 @@ pub use past::views::ReplicaReader;
 pub use past::{GivenUpPast, Moment};
 pub use replica::{ExpectedBytes, Replica};
 pub use roles::demoted::{Demotion, demotes_anew};
-pub use roles::promoted::{Outlook, promotes_still, to_promote};
 #[doc(hidden)]
-pub use roles::promoted::{promotes_still_by, to_promote_by};
+pub use roles::promoted::promotes_still_by;
+pub use roles::promoted::{Outlook, promotes_still, to_promote};
 pub use settled::{is_committing, settle};
 #[doc(hidden)]
 pub use state::destination::{Destination, DeviceDestination, Name};

@@ -15,7 +15,6 @@ use crate::replica::Replica;
 use crate::state::destination::Name;
 use crate::state::intent::{Intent, ReplicaMembership};
 use crate::state::lineage::{Lineage, State, StepKind, Unsure};
-use crate::state::locate::inspect;
 use crate::state::options::ReplicaOptions;
 use crate::state::role::{Promoted, Released, Role};
 
@@ -38,20 +37,11 @@ pub struct Outlook {
     pub verdict: Option<Verdict>,
 }
 
-/// Opens the replica at `path` to be promoted: what a crash left of a commit is completed first.
+/// Opens the replica at `path`, which has that lineage, by `open` to be promoted: what a crash left of a commit is completed first.
 ///
 /// # Errors
-/// As [`Replica::open`]; refused if there is no replica.
-pub fn to_promote(path: &Path, options: &ReplicaOptions) -> Result<Replica> {
-    to_promote_by(path, inspect(path, options)?, options, &|options| Replica::open(path, options))
-}
-
-/// Opens a replica with that lineage, by `open`, to be promoted: what a crash left of a commit is completed first.
-///
-/// # Errors
-/// As [`to_promote`].
-#[doc(hidden)]
-pub fn to_promote_by(
+/// Those of `open`; refused if there is no replica.
+pub fn to_promote(
     path: &Path,
     lineage: Option<Lineage>,
     options: &ReplicaOptions,

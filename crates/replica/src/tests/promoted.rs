@@ -30,8 +30,13 @@ fn lineage(path: &Path) -> Lineage {
     inspect(path, &options()).unwrap().unwrap()
 }
 
+fn opened(path: &Path) -> crate::Result<Replica> {
+    let lineage = inspect(path, &options()).unwrap();
+    to_promote(path, lineage, &options(), &|options| Replica::open(path, options))
+}
+
 fn promoted(path: &Path) -> Replica {
-    let mut replica = to_promote(path, &options()).unwrap();
+    let mut replica = opened(path).unwrap();
     replica.outlook(true, None).unwrap();
     replica.promote().unwrap();
     replica
@@ -44,21 +49,21 @@ fn a_promotion_wants_the_last_word_of_the_source() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
     let source = source();
-    let none = to_promote(&path, &options()).err().expect("nothing is there");
+    let none = opened(&path).err().expect("nothing is there");
     assert!(none.is_refusal() && none.to_string().contains("there is no replica"), "{none}");
     seeded(&path, &source);
-    let refused = to_promote(&path, &options()).unwrap().outlook(false, None).unwrap_err();
+    let refused = opened(&path).unwrap().outlook(false, None).unwrap_err();
     for word in ["dsync demote SRC", "--force", "epoch 40"] {
         assert!(refused.to_string().contains(word), "{refused}");
     }
-    let forced = to_promote(&path, &options()).unwrap().outlook(true, None).unwrap();
+    let forced = opened(&path).unwrap().outlook(true, None).unwrap();
     assert_eq!((forced.epoch, forced.released, forced.later), (source.epochs[0], false, None));
     let mut replica = Replica::open(&path, &options()).unwrap();
     let other = Released { epoch: source.epochs[1], term: 1 };
     assert!(replica.release(other).unwrap_err().is_refusal(), "it is not at that epoch");
     replica.release(Released { epoch: source.epochs[0], term: 3 }).unwrap();
     drop(replica);
-    let released = to_promote(&path, &options()).unwrap().outlook(false, None).unwrap();
+    let released = opened(&path).unwrap().outlook(false, None).unwrap();
     assert!(released.released);
     let mut replica = Replica::open(&path, &options()).unwrap();
     receive_part(&mut replica, &source.tracked(0, 1), CommitMode::Journal, 1).unwrap();
@@ -67,7 +72,7 @@ fn a_promotion_wants_the_last_word_of_the_source() {
     assert!(replica.outlook(false, None).is_err(), "its source went on");
     replica.release(Released { epoch: source.epochs[1], term: 3 }).unwrap();
     drop(replica);
-    let mut replica = to_promote(&path, &options()).unwrap();
+    let mut replica = opened(&path).unwrap();
     replica.outlook(false, None).unwrap();
     let mark = replica.promote().unwrap();
     assert_eq!(mark.term, 4);
@@ -94,10 +99,7 @@ fn a_promoted_replica_takes_no_delta() {
     let mut replica = Replica::open(&path, &options()).unwrap();
     receive_part(&mut replica, &source.tracked(0, 1), CommitMode::Journal, 1).unwrap();
     drop(replica);
-    assert_eq!(
-        to_promote(&path, &options()).unwrap().outlook(true, None).unwrap().later,
-        Some(source.epochs[1])
-    );
+    assert_eq!(opened(&path).unwrap().outlook(true, None).unwrap().later, Some(source.epochs[1]));
     let doubting = ReplicaOptions { doubt: true, ..options() };
     Replica::open(&path, &doubting).unwrap().mergeable().unwrap();
     drop(promoted(&path));
@@ -127,7 +129,7 @@ fn what_is_not_one_moment_of_its_source_is_not_promoted() {
     let mut replica = Replica::open(&path, &options()).unwrap();
     receive_part(&mut replica, &source.tracked(0, 1), CommitMode::InPlace, 1).unwrap();
     drop(replica);
-    let refused = to_promote(&path, &options()).unwrap().outlook(true, None).unwrap_err().to_string();
+    let refused = opened(&path).unwrap().outlook(true, None).unwrap_err().to_string();
     for word in ["cut off between", "dsync sync", "dsync forget"] {
         assert!(refused.contains(word), "{refused}");
     }
@@ -178,7 +180,7 @@ fn a_former_source_is_unsure_of_what_was_written_to_it() {
     assert!(!status.ahead, "no batch has come");
     drop(replica);
     // It may be promoted again as it is.
-    let outlook = to_promote(&path, &options()).unwrap();
+    let outlook = opened(&path).unwrap();
     assert!(outlook.outlook(false, None).is_err());
     outlook.outlook(true, None).unwrap();
     drop(outlook);

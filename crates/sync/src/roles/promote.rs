@@ -112,7 +112,7 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
         }
     }
     let marked = lineage.as_ref().and_then(|lineage| lineage.role.promoted);
-    let opened = replica::to_promote_by(path, lineage, &opening, &|options| state.open(path, options));
+    let opened = replica::to_promote(path, lineage, &opening, &|options| state.open(path, options));
     let mut replica = opened.map_err(|error| match (&error, marked) {
         // It is served, most likely.
         (ReplicaError::Busy { .. }, Some(mark)) if is_source(state, path, mark.term) => {
