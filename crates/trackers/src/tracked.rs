@@ -654,11 +654,6 @@ impl TrackedDisk {
         self.shared.disk.len().div_ceil(u64::from(self.block_size()))
     }
 
-    /// The disk beneath.
-    pub fn inner(&self) -> &Arc<dyn Disk> {
-        &self.shared.disk
-    }
-
     /// Makes the bits of all unreleased records durable. One look at the records is enough: a record that takes the place of
     /// another later has only the marks of later writes.
     fn sync_records(&self) -> io::Result<()> {

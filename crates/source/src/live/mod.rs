@@ -262,11 +262,6 @@ impl Live {
         self.disk.len()
     }
 
-    /// The tracker that follows it.
-    pub fn tracker(&self) -> &dyn Tracker {
-        &*self.tracker
-    }
-
     pub(crate) fn backing(&self) -> Arc<dyn Backing> {
         Arc::new(LiveBacking { identity: self.about.identity.clone(), disk: self.disk.clone() })
     }

@@ -325,11 +325,6 @@ impl History {
         self.by_id(id).is_some()
     }
 
-    /// Bytes of the log.
-    pub fn bytes(&self) -> u64 {
-        self.end
-    }
-
     /// Appends an epoch; durable on return. After an error the log is as before.
     pub(crate) fn append(
         &mut self,

@@ -88,13 +88,6 @@ pub struct Promotion {
     pub recovered: Option<String>,
 }
 
-impl Promotion {
-    /// The number of the last epoch that its old source has in common with it.
-    pub fn common(&self) -> u64 {
-        self.gave_up.map_or(self.epoch, |gave| gave.began.number)
-    }
-}
-
 /// Makes the replica at `path` the source.
 ///
 /// # Errors

@@ -181,11 +181,6 @@ impl Trail {
         }
     }
 
-    /// True if it knows nothing.
-    pub fn is_empty(&self) -> bool {
-        self.entries.len() < 2
-    }
-
     /// The epochs at which it knows what a replica lacks, the last one included; oldest first.
     pub fn epochs(&self) -> Vec<Epoch> {
         self.entries.iter().flat_map(|(head, _)| &head.epochs).copied().collect()
