@@ -9,7 +9,7 @@ use std::sync::{Arc, LazyLock};
 
 use device::RamDisk;
 use libfuzzer_sys::fuzz_target;
-use nbd::{Export, ExportInfo, Exports, ExportRefusal, Server};
+use nbd::{Export, ExportInfo, ExportRefusal, Exports, Server};
 
 struct One(Arc<RamDisk>);
 
