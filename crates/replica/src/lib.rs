@@ -5,11 +5,11 @@
 //! [`DeltaReceiver::finish`] commits. An interrupted delta is resumed by the next one.
 //!
 //! ```
-//! use replica::{Options, Replica};
+//! use replica::{Replica, ReplicaOptions};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let folder = tempfile::tempdir()?;
-//! let replica = Replica::open(&folder.path().join("vm.raw"), &Options::default())?;
+//! let replica = Replica::open(&folder.path().join("vm.raw"), &ReplicaOptions::default())?;
 //! assert!(replica.status().epoch.is_none(), "nothing was merged yet");
 //! # Ok(())
 //! # }
