@@ -40,7 +40,7 @@ pub struct Outlook {
 /// Opens the replica at `path`, which has that lineage, by `open` to be promoted: what a crash left of a commit is completed first.
 ///
 /// # Errors
-/// Those of `open`; refused if there is no replica.
+/// If `open` fails; refused if there is no replica.
 pub fn to_promote(
     path: &Path,
     lineage: Option<Lineage>,
