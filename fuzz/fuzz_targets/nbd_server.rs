@@ -9,7 +9,7 @@ use std::sync::{Arc, LazyLock};
 
 use device::RamDisk;
 use libfuzzer_sys::fuzz_target;
-use nbd::{Export, ExportInfo, Exports, Refusal, Server};
+use nbd::{Export, ExportInfo, ExportRefusal, Exports, Server};
 
 struct One(Arc<RamDisk>);
 
@@ -17,7 +17,7 @@ impl Exports for One {
     fn list(&self) -> Vec<ExportInfo> {
         vec![ExportInfo { name: "disk".into(), description: "for the fuzzer".into() }]
     }
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         Ok(Export::new(name, self.0.clone()))
     }
 }

@@ -14,8 +14,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use device::{Buf, Kind, Piece, Queue, Request};
-use link::{ConnectOptions, Keys, Limits, Link, Listener, Message, Receiver};
+use device::{Buf, Piece, Queue, Request, RequestKind};
+use link::{ConnectOptions, Keys, Link, Listener, ListenerLimits, Message, Receiver};
 
 type Done<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
@@ -80,7 +80,7 @@ fn sink_tcp(address: SocketAddr) -> Done<()> {
 
 fn sink_tls(address: SocketAddr, folder: &Path) -> Done<()> {
     let far = Keys::new(folder.join("far"));
-    let listener = Listener::bind(address, &far, Limits::default(), |line| eprintln!("{line}"))?;
+    let listener = Listener::bind(address, &far, ListenerLimits::default(), |line| eprintln!("{line}"))?;
     println!("listening {}", listener.address());
     listener.run(|link, _| {
         if let Err(error) = take(link) {
@@ -98,7 +98,7 @@ fn connect(address: SocketAddr, connections: &str, folder: &str) -> Done<Link> {
 
 fn sink_file(address: SocketAddr, folder: &Path, file: &Path) -> Done<()> {
     let far = Keys::new(folder.join("far"));
-    let listener = Listener::bind(address, &far, Limits::default(), |line| eprintln!("{line}"))?;
+    let listener = Listener::bind(address, &far, ListenerLimits::default(), |line| eprintln!("{line}"))?;
     println!("listening {}", listener.address());
     let file = file.to_path_buf();
     listener.run(move |link, _| {
@@ -119,7 +119,7 @@ fn write_file(rx: &Receiver, file: &Path) -> Done<()> {
     const AT_ONCE: usize = 8;
     const AHEAD: u64 = 64 << 20;
     File::create(file)?;
-    let disk = device::open(file, &device::Options { write: true, direct: true, exclusive: false })?;
+    let disk = device::open(file, &device::DiskOptions { write: true, direct: true, exclusive: false })?;
     let (mut queue, mut at) = (disk.clone().queue(AT_ONCE as u32)?, 0);
     let wait = |queue: &mut dyn Queue, most: usize| -> Done<()> {
         while queue.in_flight() > most {
@@ -135,7 +135,7 @@ fn write_file(rx: &Receiver, file: &Path) -> Done<()> {
         }
         wait(&mut *queue, AT_ONCE - 1)?;
         let pieces = [Piece { offset, len }].into_iter().collect();
-        queue.submit(Request { kind: Kind::Write { fua: false }, pieces, buf, token: 0 });
+        queue.submit(Request { kind: RequestKind::Write { fua: false }, pieces, buf, token: 0 });
         queue.start();
     }
     wait(&mut *queue, 0)?;
@@ -145,7 +145,7 @@ fn write_file(rx: &Receiver, file: &Path) -> Done<()> {
 
 /// One read of a MiB after the other: nothing runs ahead.
 fn send_file(link: Link, file: &Path) -> Done<()> {
-    let disk = device::open(file, &device::Options { write: false, direct: true, exclusive: false })?;
+    let disk = device::open(file, &device::DiskOptions { write: false, direct: true, exclusive: false })?;
     let (tx, rx) = link.split();
     let (size, mut at) = (disk.len(), 0);
     while at < size {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::Random;
 use crate::image::{BLOCK, is_zero};
-use crate::nbd::{Address, Client, Command};
+use crate::nbd::{Address, Client, NbdCommand};
 
 /// What a block holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -189,17 +189,17 @@ impl Worker {
     fn submit(&mut self) -> std::io::Result<()> {
         let flush = self.options.flush_every;
         if flush > 0 && self.random.one_in(flush) {
-            self.client.start(&Command::Flush)?;
+            self.client.start(&NbdCommand::Flush)?;
             return Ok(());
         }
         let (first, count) = self.choose();
         let (offset, len) = (first * BLOCK, (count * BLOCK) as u32);
         let kind = if self.options.zeroes { self.random.below(16) } else { 2 };
         let (content, command) = match kind {
-            0 => (Content::Any, Command::Trim { offset, len }),
+            0 => (Content::Any, NbdCommand::Trim { offset, len }),
             1 => {
                 let flags = if self.random.one_in(2) { crate::nbd::NO_HOLE } else { 0 };
-                (Content::Zero, Command::Zero { offset, len, flags })
+                (Content::Zero, NbdCommand::Zero { offset, len, flags })
             }
             _ => {
                 let seed = self.random.bits();
@@ -208,7 +208,7 @@ impl Worker {
                     fill(seed, first + i as u64, block);
                 }
                 let flags = if flush > 0 && self.random.one_in(flush) { crate::nbd::FUA } else { 0 };
-                (Content::Data(seed), Command::Write { offset, data, flags })
+                (Content::Data(seed), NbdCommand::Write { offset, data, flags })
             }
         };
         for block in first..first + count {

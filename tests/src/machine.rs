@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use device::Disk;
-use nbd::{Export, ExportInfo, Exports, Refusal, Server};
+use nbd::{Export, ExportInfo, ExportRefusal, Exports, Server};
 use testing::faulty::{FaultyDisk, Keep, Outage, Power};
 
 use crate::{Background, Random, Run, Site, image};
@@ -82,7 +82,7 @@ impl Exports for One {
         vec![ExportInfo { name: "disk".into(), description: String::new() }]
     }
 
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         Ok(Export::new(name, Arc::clone(&self.0) as Arc<dyn Disk>))
     }
 }
@@ -162,7 +162,7 @@ impl Machine {
             .args(["-fsdev", &format!("local,id=s,path={},security_model=none", self.share.display())])
             .args(["-device", "virtio-9p-pci,fsdev=s,mount_tag=share"]);
         for (n, image) in self.disks.iter().enumerate() {
-            let options = device::Options { write: true, ..Default::default() };
+            let options = device::DiskOptions { write: true, ..Default::default() };
             let inner = device::open(image, &options).unwrap_or_else(|e| panic!("{}: {e}", image.display()));
             let server = Server::new(Arc::new(One(Arc::new(FaultyDisk::new(&power, inner)))));
             let socket = self.folder.join(format!("{}-{n}", self.name));

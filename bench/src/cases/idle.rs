@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use dsync_tests::Random;
-use dsync_tests::nbd::{Address, Client, Command};
+use dsync_tests::nbd::{Address, Client, NbdCommand};
 
 use crate::Bench;
 use crate::measure::dsync::{Dsync, Synced, export};
@@ -77,7 +77,7 @@ impl<'a> Disk<'a> {
             Client::connect_with(&Address::Unix(self.socket.clone()), &export(&self.image), &[])?;
         for _ in 0..blocks {
             let offset = random.below(self.bytes / self.block) * self.block;
-            client.start(&Command::Write { offset, data: random.bytes(4096), flags: 0 })?;
+            client.start(&NbdCommand::Write { offset, data: random.bytes(4096), flags: 0 })?;
             if client.in_flight() >= 32 {
                 client.finish()?;
             }

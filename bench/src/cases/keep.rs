@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use dsync_tests::Random;
-use dsync_tests::nbd::{Address, Client, Command};
+use dsync_tests::nbd::{Address, Client, NbdCommand};
 
 use crate::figures::rotated;
 use crate::measure::dsync::{Dsync, export};
@@ -110,7 +110,7 @@ fn overwrite(client: &mut Client, bytes: u64, random: &mut Random) -> Result<Vec
     for _ in 0..bytes / 10 / WRITE {
         let offset = random.below(bytes / WRITE) * WRITE;
         changed.extend(offset / BLOCK..(offset + WRITE) / BLOCK);
-        client.start(&Command::Write { offset, data: random.bytes(WRITE as usize), flags: 0 })?;
+        client.start(&NbdCommand::Write { offset, data: random.bytes(WRITE as usize), flags: 0 })?;
         if client.in_flight() >= 8 {
             client.finish()?;
         }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use dsync_tests::nbd::{Address, Client, Command};
+use dsync_tests::nbd::{Address, Client, NbdCommand};
 use serde_json::Value;
 
 use crate::Bench;
@@ -176,7 +176,7 @@ fn pressure(
         let slot = if random.below(100) < pattern.random { random.below(slots) } else { next % slots };
         next += 1;
         let data = content((count as usize).wrapping_mul(4099));
-        client.start(&Command::Write { offset: slot * request as u64, data, flags: 0 })?;
+        client.start(&NbdCommand::Write { offset: slot * request as u64, data, flags: 0 })?;
         count += 1;
         if client.in_flight() >= DEPTH {
             client.finish()?;
@@ -477,7 +477,7 @@ impl Setting<'_> {
             let seconds = if warm { 0.5 } else { self.seconds };
             while began.elapsed().as_secs_f64() < seconds {
                 let offset = random.below(slots) * 4096;
-                client.start(&Command::Write { offset, data: data.clone(), flags: 0 })?;
+                client.start(&NbdCommand::Write { offset, data: data.clone(), flags: 0 })?;
                 count += 1;
                 if client.in_flight() >= depth {
                     client.finish()?;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use dsync_tests::nbd::{Address, Client, Command};
+use dsync_tests::nbd::{Address, Client, NbdCommand};
 use serde_json::Value;
 
 use crate::Bench;
@@ -119,7 +119,7 @@ impl Setting<'_> {
     fn warm(&self, socket: &Path, export: &str) -> Result<()> {
         let mut client = Client::connect_with(&Address::Unix(socket.to_path_buf()), export, &[])?;
         for offset in (0..self.bytes).step_by(1 << 20) {
-            client.start(&Command::Write { offset, data: vec![1; 4096], flags: 0 })?;
+            client.start(&NbdCommand::Write { offset, data: vec![1; 4096], flags: 0 })?;
             if client.in_flight() >= 32 {
                 client.finish()?;
             }

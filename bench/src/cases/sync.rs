@@ -282,7 +282,7 @@ impl<'a> Qemu<'a> {
                 if asked.len() >= 64 {
                     take(&mut client, &mut asked)?;
                 }
-                asked.insert(client.start(&nbd::Command::Read { offset, len })?, offset);
+                asked.insert(client.start(&nbd::NbdCommand::Read { offset, len })?, offset);
                 offset += u64::from(len);
             }
         }

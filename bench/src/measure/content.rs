@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use device::Buf;
 use dsync_tests::Random;
-use dsync_tests::nbd::{Client, Command};
+use dsync_tests::nbd::{Client, NbdCommand};
 
 use crate::measure::limit::{self, BLOCK};
 use crate::measure::process;
@@ -129,7 +129,7 @@ impl Content {
         for &block in &change.blocks {
             let mut data = vec![0; BLOCK as usize];
             self.fill(block, self.generations[block as usize], &mut data);
-            client.start(&Command::Write { offset: block * BLOCK, data, flags: 0 })?;
+            client.start(&NbdCommand::Write { offset: block * BLOCK, data, flags: 0 })?;
             if client.in_flight() >= 32 {
                 finish(client)?;
             }

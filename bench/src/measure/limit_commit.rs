@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use device::{Buf, Disk, Kind, Options, Piece, Queue, Request};
+use device::{Buf, Disk, DiskOptions, Piece, Queue, Request, RequestKind};
 
 use crate::measure::limit::{direct, read_list, runs};
 
@@ -22,7 +22,7 @@ struct Place {
 
 impl Place {
     fn open(path: &Path) -> Result<Place> {
-        let disk = device::open(path, &Options { write: true, direct: true, exclusive: false })?;
+        let disk = device::open(path, &DiskOptions { write: true, direct: true, exclusive: false })?;
         // Refuses a file system that would answer from its cache.
         direct(path, true)?;
         let queue = disk.clone().queue(DEPTH as u32)?;
@@ -36,7 +36,7 @@ impl Place {
         Place::open(path)
     }
 
-    fn submit(&mut self, kind: Kind, offset: u64, buf: Buf, token: usize) {
+    fn submit(&mut self, kind: RequestKind, offset: u64, buf: Buf, token: usize) {
         let pieces = [Piece { offset, len: buf.len() as u64 }].into_iter().collect();
         self.queue.submit(Request { kind, pieces, buf, token: token as u64 });
         self.queue.start();
@@ -64,13 +64,13 @@ fn store(from: &mut Place, runs: &[(u64, u64)], mut to: Option<Place>) -> Result
     let (mut next, mut done) = (0, 0);
     while done < runs.len() {
         while next < runs.len() && from.queue.in_flight() + written(&to) < 2 * DEPTH {
-            from.submit(Kind::Read, runs[next].0, Buf::scratch(runs[next].1 as usize), next);
+            from.submit(RequestKind::Read, runs[next].0, Buf::scratch(runs[next].1 as usize), next);
             next += 1;
         }
         if from.queue.in_flight() > 0 {
             let (number, buf) = from.complete()?;
             match &mut to {
-                Some(to) => to.submit(Kind::Write { fua: false }, places[number], buf, number),
+                Some(to) => to.submit(RequestKind::Write { fua: false }, places[number], buf, number),
                 None => (stored[number], done) = (buf, done + 1),
             }
         }
@@ -106,7 +106,7 @@ pub(crate) fn run(
         while to.queue.in_flight() >= DEPTH {
             to.complete()?;
         }
-        to.submit(Kind::Write { fua: false }, runs[number].0, buf, number);
+        to.submit(RequestKind::Write { fua: false }, runs[number].0, buf, number);
     }
     while to.queue.in_flight() > 0 {
         to.complete()?;

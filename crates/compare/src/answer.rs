@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use device::Disk;
 
-use crate::reader::{Chunk, Reader};
+use crate::reader::{ReadSegment, ScopeReader};
 use crate::scope::CHUNK;
 use crate::{DIGEST, DigestReport, Scope, in_order, workers};
 
@@ -20,7 +20,7 @@ pub fn answer(
     mut say: impl FnMut(DigestReport, Vec<u8>) -> io::Result<()>,
 ) -> io::Result<()> {
     scope.check()?;
-    let mut reader = Reader::new(disk, scope)?;
+    let mut reader = ScopeReader::new(disk, scope)?;
     let block = scope.block_size as usize;
     in_order(
         workers(),
@@ -28,8 +28,8 @@ pub fn answer(
         || (),
         |_, chunk| {
             let (range, buf, bad) = match chunk {
-                Chunk::Hole(range) => return Ok(vec![(DigestReport::Zero(range), Vec::new())]),
-                Chunk::Data(range, buf, bad) => (range, buf, bad),
+                ReadSegment::Hole(range) => return Ok(vec![(DigestReport::Zero(range), Vec::new())]),
+                ReadSegment::Data(range, buf, bad) => (range, buf, bad),
             };
             let digests = |part: Range<u64>| {
                 let bytes = &buf[(part.start - range.start) as usize..(part.end - range.start) as usize];

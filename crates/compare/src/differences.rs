@@ -7,8 +7,8 @@ use std::sync::Arc;
 use device::{Buf, Disk};
 use extents::Bitmap;
 
-use crate::reader::{Chunk, Reader};
-use crate::scope::Coverage;
+use crate::reader::{ReadSegment, ScopeReader};
+use crate::scope::CoverageCheck;
 use crate::{DIGEST, DigestReport, Scope, in_order, is_zero, workers};
 
 /// A result of a comparison, in order of offset.
@@ -35,23 +35,23 @@ pub enum Finding<'a> {
     /// The peer cannot be read here; what the source has was reported before.
     UnreadableThere(Range<u64>),
     /// What the peer holds of what was compared since the last time.
-    Held(Held),
+    Held(HeldBytes),
     /// All before the first number has been compared; the second is the bytes read since the last time.
     Upto(u64, u64),
 }
 
 /// Bytes of the peer's blocks that are not zeroes, and that it could read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct HeldBytes {
     /// All of them.
     pub bytes: u64,
     /// Bytes of those blocks that differ from the source.
     pub differing: u64,
 }
 
-impl Held {
+impl HeldBytes {
     /// Adds what another part holds.
-    pub fn add(&mut self, other: Held) {
+    pub fn add(&mut self, other: HeldBytes) {
         self.bytes += other.bytes;
         self.differing += other.differing;
     }
@@ -59,7 +59,7 @@ impl Held {
     fn block(&mut self, range: &Range<u64>, verdict: Verdict) {
         let differing = u64::from(matches!(verdict, Verdict::Data | Verdict::Zero));
         let bytes = range.end - range.start;
-        self.add(Held { bytes, differing: bytes * differing });
+        self.add(HeldBytes { bytes, differing: bytes * differing });
     }
 }
 
@@ -114,8 +114,8 @@ pub fn differences(
         ));
     }
     let mut pairing = Pairing {
-        reader: Reader::new(disk, scope)?,
-        coverage: Coverage::new(scope),
+        reader: ScopeReader::new(disk, scope)?,
+        coverage: CoverageCheck::new(scope),
         hear,
         hole: 0..0,
         heard: None,
@@ -132,7 +132,7 @@ pub fn differences(
             let runs = widened(runs, &work, scope.block_size.into(), &widen);
             Ok((work, runs, held))
         },
-        |(work, runs, held): (Work, Vec<(Range<u64>, Verdict)>, Held)| {
+        |(work, runs, held): (Work, Vec<(Range<u64>, Verdict)>, HeldBytes)| {
             let empty = Buf::default();
             let buf = work.ours.as_ref().map_or(&empty, |(buf, _)| buf);
             for (range, verdict) in runs {
@@ -203,9 +203,9 @@ impl Runs {
 }
 
 /// Compares a chunk block by block.
-fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> (Vec<(Range<u64>, Verdict)>, Held) {
+fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> (Vec<(Range<u64>, Verdict)>, HeldBytes) {
     let block = u64::from(scope.block_size);
-    let (mut runs, mut held) = (Runs::default(), Held::default());
+    let (mut runs, mut held) = (Runs::default(), HeldBytes::default());
     let mut push = |range, verdict| runs.push(range, verdict);
     // The last block may be short.
     let is_zeroes = |range: &Range<u64>, digest: &[u8]| match range.end - range.start {
@@ -276,8 +276,8 @@ fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> (Vec<(Range<u64>, Verdict
 
 /// Pairs the chunks of this side with the peer's reports.
 struct Pairing<'a, H> {
-    reader: Reader,
-    coverage: Coverage<'a>,
+    reader: ScopeReader,
+    coverage: CoverageCheck<'a>,
     hear: H,
     /// The rest of a hole of this side.
     hole: Range<u64>,
@@ -298,8 +298,8 @@ impl<H: FnMut() -> io::Result<Option<(DigestReport, Vec<u8>)>>> Pairing<'_, H> {
             match self.reader.next()? {
                 None if self.coverage.due().is_none() => return Ok(None),
                 None => return Err(io::Error::other("the disk ended before the comparison")),
-                Some(Chunk::Hole(range)) => self.hole = range,
-                Some(Chunk::Data(range, buf, bad)) => {
+                Some(ReadSegment::Hole(range)) => self.hole = range,
+                Some(ReadSegment::Data(range, buf, bad)) => {
                     let mut theirs = Vec::with_capacity(1);
                     let mut at = range.start;
                     while at < range.end {

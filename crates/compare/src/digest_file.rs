@@ -118,11 +118,6 @@ impl DigestFile {
         Ok(file)
     }
 
-    /// The file's path.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// True if it has the digests that a scope asks for.
     pub fn serves(&self, scope: &Scope) -> bool {
         (self.size, self.block_size, self.hash) == (scope.size, scope.block_size, scope.hash)

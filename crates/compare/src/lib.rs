@@ -50,7 +50,7 @@ mod segments;
 mod tests;
 
 pub use answer::{answer, answer_from};
-pub use differences::{Finding, Held, differences};
+pub use differences::{Finding, HeldBytes, differences};
 pub use digest::{DIGEST, Digest, Hash, is_zero};
 pub use digest_file::DigestFile;
 pub use ordered::in_order;

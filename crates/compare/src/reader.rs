@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, Piece, Pieces, Queue, Request, RequestKind};
 use link::Rate;
 
 use crate::Scope;
@@ -16,7 +16,7 @@ use crate::segments::{Segment, Segments};
 const AHEAD: usize = 16;
 
 /// A hole, or a chunk of data as read.
-pub(crate) enum Chunk {
+pub(crate) enum ReadSegment {
     /// Known to read as zeroes.
     Hole(Range<u64>),
     /// Its bytes, and which of its blocks cannot be read.
@@ -24,7 +24,7 @@ pub(crate) enum Chunk {
 }
 
 /// Reads the chunks of a scope in order, ahead of its caller.
-pub(crate) struct Reader {
+pub(crate) struct ScopeReader {
     disk: Arc<dyn Disk>,
     block_size: u32,
     keep_going: bool,
@@ -38,9 +38,9 @@ pub(crate) struct Reader {
     ended: bool,
 }
 
-impl Reader {
-    pub(crate) fn new(disk: &Arc<dyn Disk>, scope: &Scope) -> io::Result<Reader> {
-        Ok(Reader {
+impl ScopeReader {
+    pub(crate) fn new(disk: &Arc<dyn Disk>, scope: &Scope) -> io::Result<ScopeReader> {
+        Ok(ScopeReader {
             disk: disk.clone(),
             block_size: scope.block_size,
             keep_going: scope.keep_going,
@@ -81,7 +81,7 @@ impl Reader {
                 rate.charge(len);
             }
             self.queue.submit(Request {
-                kind: Kind::Read,
+                kind: RequestKind::Read,
                 pieces: Pieces::from_slice(&[Piece { offset: range.start, len }]),
                 buf: Buf::scratch(len as usize),
                 token: self.first + self.ahead.len() as u64,
@@ -96,7 +96,7 @@ impl Reader {
     }
 
     /// The next chunk; `None` at the end.
-    pub(crate) fn next(&mut self) -> io::Result<Option<Chunk>> {
+    pub(crate) fn next(&mut self) -> io::Result<Option<ReadSegment>> {
         self.fill()?;
         loop {
             match self.ahead.front() {
@@ -115,7 +115,7 @@ impl Reader {
         let Some((range, hole, Some(result))) = self.ahead.pop_front() else { return Ok(None) };
         self.first += 1;
         if hole {
-            return Ok(Some(Chunk::Hole(range)));
+            return Ok(Some(ReadSegment::Hole(range)));
         }
         let here = self.here(&range) as usize;
         let (mut buf, bad) = match result {
@@ -133,7 +133,7 @@ impl Reader {
             whole[..buf.len()].copy_from_slice(&buf);
             buf = whole;
         }
-        Ok(Some(Chunk::Data(range, buf, bad)))
+        Ok(Some(ReadSegment::Data(range, buf, bad)))
     }
 }
 

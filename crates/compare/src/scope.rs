@@ -125,16 +125,16 @@ impl DigestReport {
 }
 
 /// Checks that reports cover a scope in order and without a gap.
-pub(crate) struct Coverage<'a> {
+pub(crate) struct CoverageCheck<'a> {
     scope: &'a Scope,
     /// The range of the next report, and the offset where that report begins.
     index: usize,
     at: u64,
 }
 
-impl<'a> Coverage<'a> {
-    pub(crate) fn new(scope: &'a Scope) -> Coverage<'a> {
-        Coverage { scope, index: 0, at: scope.ranges.first().map_or(0, |r| r.start) }
+impl<'a> CoverageCheck<'a> {
+    pub(crate) fn new(scope: &'a Scope) -> CoverageCheck<'a> {
+        CoverageCheck { scope, index: 0, at: scope.ranges.first().map_or(0, |r| r.start) }
     }
 
     /// Where the next report begins; `None` if the scope is covered.

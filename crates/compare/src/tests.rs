@@ -15,7 +15,7 @@ struct Outcome {
     read: u64,
     unreadable: Vec<Range<u64>>,
     unreadable_there: Vec<Range<u64>>,
-    held: Held,
+    held: HeldBytes,
 }
 
 fn run_disks(
@@ -93,14 +93,14 @@ fn what_the_replica_holds_is_counted_without_its_zeroes() {
         bytes[..20_001].to_vec()
     };
     let held = |source, replica| run(&disk(source), &disk(replica), &scope).held;
-    assert_eq!(held([1, 2, 3, 4, 5], [0; 5]), Held::default());
-    assert_eq!(held([1, 2, 0, 4, 5], [1, 9, 9, 0, 5]), Held { bytes: 15_905, differing: 8192 });
-    assert_eq!(held([0; 5], [0, 0, 0, 0, 5]), Held { bytes: 3617, differing: 3617 });
+    assert_eq!(held([1, 2, 3, 4, 5], [0; 5]), HeldBytes::default());
+    assert_eq!(held([1, 2, 0, 4, 5], [1, 9, 9, 0, 5]), HeldBytes { bytes: 15_905, differing: 8192 });
+    assert_eq!(held([0; 5], [0, 0, 0, 0, 5]), HeldBytes { bytes: 3617, differing: 3617 });
     // A hole of the source, and one block that is not read as a part of it.
     let sparse: Arc<dyn Disk> = Arc::new(RamDisk::new(20_001));
     let there = disk([7, 0, 0, 0, 7]);
     let told = run_disks(sparse, Arc::new(RamDisk::from_bytes(&there)), &scope, &there).unwrap();
-    assert_eq!(told.held, Held { bytes: 7713, differing: 7713 });
+    assert_eq!(told.held, HeldBytes { bytes: 7713, differing: 7713 });
 }
 
 proptest! {

@@ -45,7 +45,7 @@ impl Decoder {
     /// Takes the next frame after [`decode_frame`] has verified it in itself.
     ///
     /// # Errors
-    /// As for [`Decoder::push`].
+    /// As [`Decoder::push`].
     pub fn append(&mut self, decoded: Decoded) -> Result<Frame> {
         self.guarded(|decoder| {
             let unit = decoder.units();

@@ -37,7 +37,7 @@ impl Encoder {
     /// Puts a frame that was encoded elsewhere in its place, which is the next.
     ///
     /// # Errors
-    /// As for [`Encoder::frame`].
+    /// As [`Encoder::frame`].
     pub fn append(&mut self, encoded: Encoded) -> Result<Unit> {
         self.ledger.enter(&encoded.facts)?;
         Ok(encoded.unit)

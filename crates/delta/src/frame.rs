@@ -192,7 +192,7 @@ impl Decompressor {
 
 /// What must be known of a frame to put it in its place in a delta.
 #[derive(Debug, Clone)]
-pub(crate) struct Facts {
+pub(crate) struct FrameSummary {
     pub sequence: u64,
     pub hash: [u8; 16],
     /// Where the first record begins.
@@ -209,9 +209,9 @@ pub(crate) struct Facts {
     pub copied: u64,
 }
 
-impl Facts {
+impl FrameSummary {
     /// Looks at the records; refuses those that are wrong by themselves, and data that is not theirs.
-    fn gather(sequence: u64, records: &[Record], data_len: usize) -> Result<Facts> {
+    fn gather(sequence: u64, records: &[Record], data_len: usize) -> Result<FrameSummary> {
         let unit = sequence.saturating_add(1);
         let Some(first) = records.first() else {
             return Err(Error::Damaged { unit, what: "it has no records" });
@@ -223,7 +223,7 @@ impl Facts {
                 return Err(Error::TooLong { unit, what, found: found as u64, limit: limit as u64 });
             }
         }
-        let mut facts = Facts {
+        let mut facts = FrameSummary {
             sequence,
             hash: [0; 16],
             start: first.offset(),
@@ -269,14 +269,14 @@ impl Facts {
 #[derive(Debug)]
 pub struct Encoded {
     pub(crate) unit: Unit,
-    pub(crate) facts: Facts,
+    pub(crate) facts: FrameSummary,
 }
 
 /// A frame that is sound in itself, to be put in its place by [`crate::Decoder::append`].
 #[derive(Debug)]
 pub struct Decoded {
     pub(crate) frame: Frame,
-    pub(crate) facts: Facts,
+    pub(crate) facts: FrameSummary,
 }
 
 /// Encodes one frame: the part that costs, with no state but the compressor's, so that several threads may encode frames of
@@ -293,7 +293,7 @@ pub fn encode_frame(
     compressor: Option<&mut Compressor>,
 ) -> Result<Encoded> {
     let Frame { records, data } = frame;
-    let mut facts = Facts::gather(sequence, &records, data.len())?;
+    let mut facts = FrameSummary::gather(sequence, &records, data.len())?;
     let mut encoded = Vec::with_capacity(records.len() * 8);
     encode_records(&records, &mut encoded);
     facts.hash = hash(stream, sequence, records.len() as u32, &encoded, &data);
@@ -381,7 +381,7 @@ pub fn decode_frame(
         return Err(Error::Foreign { frame: sequence });
     }
     let records = decode_records(encoded, count).ok_or(damaged("its records are malformed"))?;
-    let facts = Facts { hash: actual, ..Facts::gather(sequence, &records, data.len())? };
+    let facts = FrameSummary { hash: actual, ..FrameSummary::gather(sequence, &records, data.len())? };
     Ok(Decoded { frame: Frame { records, data }, facts })
 }
 

@@ -3,7 +3,7 @@
 use device::Buf;
 use serde::{Deserialize, Serialize};
 
-use crate::frame::Facts;
+use crate::frame::FrameSummary;
 use crate::limits::TRAILER;
 use crate::unit::Fields;
 use crate::{Error, Header, Method, Record, Result, Unit, UnitKind};
@@ -51,7 +51,7 @@ impl Ledger {
     }
 
     /// Enters the next frame, or says why it may not follow.
-    pub(crate) fn enter(&mut self, facts: &Facts) -> Result<()> {
+    pub(crate) fn enter(&mut self, facts: &FrameSummary) -> Result<()> {
         if facts.sequence != self.totals.frames {
             return Err(Error::Sequence { expected: self.totals.frames, found: facts.sequence });
         }

@@ -195,7 +195,7 @@ impl<R: Read> Reader<R> {
     /// Reads the header, which comes first.
     ///
     /// # Errors
-    /// As for [`Reader::next`].
+    /// As [`Reader::next`].
     pub fn header(&mut self) -> Result<&Header> {
         if self.decoder.header().is_none() {
             self.next()?;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use device::{Buf, Disk, Kind, Options, Piece, Pieces, Request};
+use device::{Buf, Disk, DiskOptions, Piece, Pieces, Request, RequestKind};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args_os().skip(1);
@@ -18,7 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn measure(path: &std::path::Path, len: u64) -> Result<(), Box<dyn std::error::Error>> {
-    let disk = device::open(path, &Options { write: true, direct: true, exclusive: false })?;
+    let disk = device::open(path, &DiskOptions { write: true, direct: true, exclusive: false })?;
     let all: Vec<u64> = (0..len >> 20).map(|n| n << 20).collect();
     report("1 MiB first writes, depth 32", 1 << 20, &all, 32, 1, &disk, true)?;
     disk.flush()?;
@@ -61,7 +61,7 @@ fn report(
     write: bool,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let mut queue = Arc::clone(disk).queue(depth)?;
-    let kind = if write { Kind::Write { fua: false } } else { Kind::Read };
+    let kind = if write { RequestKind::Write { fua: false } } else { RequestKind::Read };
     let mut bufs = Vec::new();
     let most = (depth as usize).div_ceil(each) + usize::from(each > 1);
     let (begin, used) = (Instant::now(), cpu());

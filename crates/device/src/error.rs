@@ -99,11 +99,6 @@ impl DeviceError {
         let begins = self.why.find("(dsync").filter(|_| self.is_busy())?;
         self.why[begins + 1..].split(')').next()
     }
-
-    /// The file or device.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
 }
 
 impl From<DeviceError> for io::Error {

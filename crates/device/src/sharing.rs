@@ -24,8 +24,8 @@ impl Sharing {
         Ok(Sharing { from, to, block })
     }
 
-    /// Of a range of `to` that is to hold what `from` holds from `at` on: the whole blocks, if they can be shared; empty if
-    /// there are none, or they lie in different parts of a block.
+    /// The whole blocks that can be shared of a range of `to` which is to hold what `from` holds from `at` on; empty if there are
+    /// none, or the two lie in different parts of a block.
     pub fn part(&self, range: Range<u64>, at: u64) -> Range<u64> {
         let start = range.start.next_multiple_of(self.block);
         let end = range.end / self.block * self.block;

@@ -31,7 +31,7 @@ pub fn in_use(path: &Path) -> Option<String> {
         .or_else(|| opened_exclusively(path))
 }
 
-/// Who may write to the block device at `path` while it is read: as [`in_use`], but of file systems only
+/// What may write to the block device at `path` while it is read: what [`in_use`] finds, but of file systems only
 /// those that are mounted for writing. `None` for a file, whose times show writes.
 pub fn may_change(path: &Path) -> Option<String> {
     let metadata = std::fs::metadata(path).ok()?;

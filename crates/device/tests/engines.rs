@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use device::{
-    Access, Buf, DeviceErrorKind, Disk, Kind, Options, Overlay, Piece, RamDisk, Request, adopt, identity,
-    in_use, lock_image, open, open_without_uring,
+    Access, Buf, DeviceErrorKind, Disk, DiskOptions, Overlay, Piece, RamDisk, Request, RequestKind, adopt,
+    identity, in_use, lock_image, open, open_without_uring,
 };
 use testing::faulty::{FaultyDisk, Outage, Power};
 use testing::{Loop, Mount, contract, run, skipped};
 
-const WRITE: Options = Options { write: true, direct: false, exclusive: false };
-const DIRECT: Options = Options { write: true, direct: true, exclusive: false };
+const WRITE: DiskOptions = DiskOptions { write: true, direct: false, exclusive: false };
+const DIRECT: DiskOptions = DiskOptions { write: true, direct: true, exclusive: false };
 
 /// Makes files of any size in a folder.
 struct Files(tempfile::TempDir, AtomicUsize);
@@ -149,7 +149,7 @@ fn adopted_files_keep_the_contract() {
 fn block_devices_keep_the_contract() {
     let Some(device) = Looped::new(6 << 20) else { return };
     contract(|_| {
-        let disk = open(device.path(), &Options { exclusive: true, ..WRITE }).unwrap();
+        let disk = open(device.path(), &DiskOptions { exclusive: true, ..WRITE }).unwrap();
         disk.zero(0, disk.len(), true, false).unwrap();
         disk
     });
@@ -183,7 +183,7 @@ fn a_block_devices_own_cache_is_not_asked() {
 fn only_what_is_cached_is_read_from_the_cache() {
     let files = Files::new();
     let path = files.make(1 << 20);
-    let disk = open(&path, &Options { write: true, direct: true, ..Options::default() }).unwrap();
+    let disk = open(&path, &DiskOptions { write: true, direct: true, ..DiskOptions::default() }).unwrap();
     let mut buf = Buf::new(300_000);
     std::fs::write(&path, vec![7; 1 << 20]).unwrap();
     if !disk.read_cached(4097, &mut buf) {
@@ -207,7 +207,7 @@ fn what_is_used_elsewhere_is_refused_and_named() {
     let backing = device.backing.path();
     let said = in_use(backing).unwrap();
     assert_eq!(said, format!("the backing of {}", device.path().display()));
-    let exclusive = Options { exclusive: true, ..WRITE };
+    let exclusive = DiskOptions { exclusive: true, ..WRITE };
     let error = open(backing, &exclusive).err().unwrap();
     assert_eq!(error.kind(), DeviceErrorKind::InUse);
     assert!(error.to_string().contains(&said), "{error}");
@@ -303,7 +303,7 @@ fn qemu_and_we_refuse_each_other() {
 fn what_is_no_disk_is_refused() {
     let files = Files::new();
     let folder = files.0.path();
-    let refused = |path: &Path, options: &Options, kind, says: &str| {
+    let refused = |path: &Path, options: &DiskOptions, kind, says: &str| {
         let error = open(path, options).err().unwrap();
         let text = error.to_string();
         assert_eq!(error.kind(), kind, "{text}");
@@ -343,7 +343,7 @@ fn a_disk_for_reading_is_not_written() {
     let files = Files::new();
     for direct in [false, true] {
         let path = files.make(8192);
-        let disk = open(&path, &Options { direct, ..Options::default() }).unwrap();
+        let disk = open(&path, &DiskOptions { direct, ..DiskOptions::default() }).unwrap();
         for result in
             [disk.write_at(0, &[1]), disk.zero(0, 1, true, false), disk.discard(0, 1), disk.resize(1)]
         {
@@ -365,7 +365,7 @@ fn a_file_that_shrinks_meanwhile_is_no_success() {
         for (offset, fine) in [(0, true), (98_304, false), (500_000, false)] {
             let pieces = [Piece { offset, len: 8192 }].into_iter().collect();
             let buf = Buf::new(8192);
-            queue.submit(Request { kind: Kind::Read, pieces, buf, token: 0 });
+            queue.submit(Request { kind: RequestKind::Read, pieces, buf, token: 0 });
             let result = queue.complete(true).unwrap().result;
             assert_eq!(result.is_ok(), fine, "{options:?} {offset}");
             if let Err(e) = result {
@@ -407,7 +407,7 @@ fn plain_calls_beside_a_busy_queue() {
         for round in 0..100u64 {
             for n in 0..64 {
                 let pieces = [Piece { offset: n * 65536, len: 65536 }].into_iter().collect();
-                let kind = Kind::Write { fua: false };
+                let kind = RequestKind::Write { fua: false };
                 queue.submit(Request { kind, pieces, buf: Buf::new(65536), token: 0 });
             }
             queue.start();
@@ -448,7 +448,7 @@ fn a_read_only_device_is_denied_as_such() {
     let error = open(device.path(), &WRITE).err().unwrap();
     assert_eq!(error.kind(), DeviceErrorKind::Denied);
     assert!(error.to_string().contains("it is read-only"), "{error}");
-    open(device.path(), &Options::default()).unwrap();
+    open(device.path(), &DiskOptions::default()).unwrap();
 }
 
 #[test]

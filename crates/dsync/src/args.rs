@@ -11,10 +11,10 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use compare::Hash;
 use compare::rolling::Cycles;
 use source::{CutOptions, FreezeMode, Told, ToldChanges};
-use sync::{Commit, Keep, LiveOptions, Stages};
+use sync::{CommitMode, Keep, LiveOptions, Stages};
 
 use crate::failure::Failure;
-use crate::terms::address::Address;
+use crate::terms::address::MetricsAddress;
 use crate::terms::bandwidth::Bandwidth;
 use crate::terms::change_list;
 use crate::terms::units::{
@@ -159,7 +159,7 @@ pub(crate) enum Command {
         at most. With --hook, which is held around the common cut of all disks, they are a second apart at \
         least, and no more than four within --rpo. A hook that fails delays them: the replicas stay at the \
         commit before, and the mirror says so and tries again.")]
-    Mirror(Mirror),
+    Mirror(MirrorArgs),
 
     /// Serve disks to NBD clients and record their writes
     #[command(after_help = "Examples:\n  \
@@ -243,7 +243,7 @@ pub(crate) enum Command {
         was interrupted. --check and --prometheus change nothing and take no lock: they never make a sync \
         fail. Of a replica on a block device they report changes by other programs after a dsync command \
         noticed them.")]
-    Status(Status),
+    Status(StatusArgs),
 
     /// Write the changed blocks to standard output
     #[command(after_help = "Examples:\n  \
@@ -292,7 +292,7 @@ pub(crate) enum Command {
         With --at - the epoch is read from the output of a merge:\n  \
         dsync extract vm --since far | ssh far dsync merge --json /srv/vm.raw |\n    \
         dsync checkpoint vm far --at -")]
-    Checkpoint(Checkpoint),
+    Checkpoint(CheckpointArgs),
 
     /// Forget a source, a replica, or a checkpoint
     #[command(after_help = "Examples:\n  \
@@ -322,7 +322,7 @@ pub(crate) enum Command {
         epoch. Store those bytes, then run: dsync checkpoint SRC NAME --at EPOCH. Blocks of a disk in use \
         that are written meanwhile are read newer than that epoch, and listed again the next time.\n\n\
         Exit code 3: the changes are not known (the reason is printed). Read the whole disk then.")]
-    Changes(Changes),
+    Changes(ChangesArgs),
 
     /// Combine two consecutive deltas into one
     #[command(after_help = "Example:\n  \
@@ -620,8 +620,8 @@ impl MachineArgs {
 pub(crate) struct MetricsArg {
     /// Serve the metrics of this host to Prometheus over HTTP, those of "dsync status --prometheus": at a port on loopback,
     /// an address and a port, or unix:PATH
-    #[arg(long, value_name = "ADDRESS", value_parser = Address::parse)]
-    pub metrics: Option<Address>,
+    #[arg(long, value_name = "ADDRESS", value_parser = MetricsAddress::parse)]
+    pub metrics: Option<MetricsAddress>,
 }
 
 /// The job that names what a command is about.
@@ -759,7 +759,7 @@ pub(crate) struct BeginArgs {
     /// How the disk lies in the replica's file. One that is there stays as it is [default: qcow2 if a new file's name ends in
     /// .qcow2, else raw]
     #[arg(long, value_enum, value_name = "FORMAT")]
-    pub format: Option<Format>,
+    pub format: Option<FormatArg>,
     #[command(flatten)]
     pub past: KeepArgs,
 }
@@ -894,7 +894,7 @@ pub(crate) struct IntervalArgs {
 
 /// `mirror`.
 #[derive(Debug, Args)]
-pub(crate) struct Mirror {
+pub(crate) struct MirrorArgs {
     /// Served image or its export name, or a tracked device
     #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
@@ -1093,12 +1093,12 @@ pub(crate) enum CommitArg {
     Reflink,
 }
 
-impl From<CommitArg> for Commit {
-    fn from(arg: CommitArg) -> Commit {
+impl From<CommitArg> for CommitMode {
+    fn from(arg: CommitArg) -> CommitMode {
         match arg {
-            CommitArg::Journal => Commit::Journal,
-            CommitArg::InPlace => Commit::InPlace,
-            CommitArg::Reflink => Commit::Reflink,
+            CommitArg::Journal => CommitMode::Journal,
+            CommitArg::InPlace => CommitMode::InPlace,
+            CommitArg::Reflink => CommitMode::Reflink,
         }
     }
 }
@@ -1139,7 +1139,7 @@ pub(crate) struct Serve {
     /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container, or the disk in a qcow2 file [default: what
     /// the file seems to be; of a known source, what it is]
     #[arg(help_heading = ADVANCED, long, value_enum, value_name = "FORMAT")]
-    pub format: Option<Format>,
+    pub format: Option<FormatArg>,
     /// Bypass the page cache (O_DIRECT)
     #[arg(help_heading = ADVANCED, long)]
     pub direct: bool,
@@ -1164,18 +1164,18 @@ pub(crate) struct PlaceArgs {
 
 /// How a disk lies in its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Format {
+pub(crate) enum FormatArg {
     /// Byte for byte
     Raw,
     /// In QEMU's format
     Qcow2,
 }
 
-impl From<Format> for device::Format {
-    fn from(format: Format) -> device::Format {
+impl From<FormatArg> for device::Format {
+    fn from(format: FormatArg) -> device::Format {
         match format {
-            Format::Raw => device::Format::Raw,
-            Format::Qcow2 => device::Format::Qcow2,
+            FormatArg::Raw => device::Format::Raw,
+            FormatArg::Qcow2 => device::Format::Qcow2,
         }
     }
 }
@@ -1243,7 +1243,7 @@ pub(crate) enum With {
 
 /// `status`.
 #[derive(Debug, Args)]
-pub(crate) struct Status {
+pub(crate) struct StatusArgs {
     /// A source or a replica, in detail [default: a table of all that this host knows; in detail with -v]
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub path: Option<String>,
@@ -1284,7 +1284,7 @@ pub(crate) struct Extract {
 
 /// `checkpoint`.
 #[derive(Debug, Args)]
-pub(crate) struct Checkpoint {
+pub(crate) struct CheckpointArgs {
     /// Image, block device, or export name
     #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
@@ -1330,7 +1330,7 @@ pub(crate) struct Forget {
 
 /// `changes`.
 #[derive(Debug, Args)]
-pub(crate) struct Changes {
+pub(crate) struct ChangesArgs {
     /// Image, block device, or export name
     #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,

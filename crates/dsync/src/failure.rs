@@ -29,7 +29,7 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// It was tried, and failed.
+    /// An attempt that failed.
     pub(crate) fn failed(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: FAILED }
     }
@@ -44,7 +44,7 @@ impl Failure {
         Failure { message: String::new(), code: of_class(error.class()) }
     }
 
-    /// Another program is at work.
+    /// Refused while another program is at work.
     pub(crate) fn busy(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: BUSY }
     }

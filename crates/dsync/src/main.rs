@@ -207,7 +207,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
 }
 
 /// The forms of `dsync status`.
-fn status(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> {
+fn status(args: &args::StatusArgs, state: &StateDir, output: &Output) -> Result<u8> {
     match args.watch {
         _ if args.check => return monitor::check(args, state, output),
         None if args.max_age.is_some() => {

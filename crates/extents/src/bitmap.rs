@@ -80,7 +80,7 @@ impl Bitmap {
     }
 }
 
-/// So many zero words in memory that is allocated this way; `None` if it is refused.
+/// Allocates zero words by `allocate`; `None` if memory is refused.
 fn zeroed(words: usize, allocate: impl FnOnce(Layout) -> *mut u8) -> Option<Box<[AtomicU64]>> {
     if words == 0 {
         return Some(Box::default());

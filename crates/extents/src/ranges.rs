@@ -150,11 +150,6 @@ impl Extents {
         out
     }
 
-    /// What `within` has and this set has not.
-    pub fn complement(&self, within: Range<u64>) -> Extents {
-        Extents::from(within).difference(self)
-    }
-
     /// What this set has within `range`.
     pub fn clip(&self, range: Range<u64>) -> Extents {
         if range.start >= range.end {
@@ -369,7 +364,6 @@ mod tests {
             same(&x.union(&y), &a.union(&b).copied().collect());
             same(&x.difference(&y), &a.difference(&b).copied().collect());
             same(&x.clip(within.clone()), &a.iter().copied().filter(|m| within.contains(m)).collect());
-            same(&x.complement(within.clone()), &within.clone().filter(|m| !a.contains(m)).collect());
         }
 
         #[test]

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::flow::rate::{Pace, Rate};
 use crate::flow::transport::{Shared, Traffic, Transport};
-use crate::flow::{End, Received};
+use crate::flow::{Received, StreamEnd};
 use crate::{Error, Message, Result};
 
 /// One end of a link.
@@ -118,7 +118,7 @@ impl Sender {
     pub fn finish(self) -> Result<()> {
         let shared = self.end.shared();
         // A peer that has said goodbye may have ended its stream already.
-        if !matches!(shared.inbox.ended(), Some(End::Goodbye)) {
+        if !matches!(shared.inbox.ended(), Some(StreamEnd::Goodbye)) {
             shared.window.wait_usable()?;
         }
         self.end.transport.goodbye()?;
@@ -167,7 +167,7 @@ impl Receiver {
         Ok(message)
     }
 
-    /// As [`Receiver::recv`], but waits no longer than that.
+    /// Waits at most `patience` for the next message or the peer's goodbye.
     ///
     /// # Errors
     /// As [`Receiver::recv`].
@@ -183,7 +183,7 @@ impl Receiver {
     pub fn watch(&self) -> impl Fn() -> Result<()> + Send + Sync + 'static {
         let shared = Arc::clone(self.end.transport.shared());
         move || match shared.inbox.ended() {
-            Some(End::Failed(error)) => Err(error),
+            Some(StreamEnd::Failed(error)) => Err(error),
             _ => Ok(()),
         }
     }
@@ -196,7 +196,7 @@ impl Receiver {
 
 impl Drop for Receiver {
     fn drop(&mut self) {
-        if !matches!(self.end.shared().inbox.ended(), Some(End::Goodbye)) {
+        if !matches!(self.end.shared().inbox.ended(), Some(StreamEnd::Goodbye)) {
             self.end.give_up();
         }
     }

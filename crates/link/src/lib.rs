@@ -58,4 +58,4 @@ pub use keys::{Keys, Pin, host_name};
 pub use message::{MAX_BODY, MAX_HEAD, Message};
 #[doc(hidden)]
 pub use tls::read_connection;
-pub use tls::{ConnectOptions, Limits, Listener, MAX_CONNECTIONS, PORT, Peer, Stop};
+pub use tls::{ConnectOptions, Listener, ListenerLimits, MAX_CONNECTIONS, PORT, Peer, Stop};

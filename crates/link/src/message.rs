@@ -53,7 +53,7 @@ impl Message {
         cost(self.head.len(), self.body.len())
     }
 
-    /// Its bytes in a stream, framing included.
+    /// Bytes of the message in a stream, framing included.
     pub(crate) fn bytes(&self) -> u64 {
         (FRAMING + self.head.len() + self.body.len()) as u64
     }

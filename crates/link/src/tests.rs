@@ -38,7 +38,7 @@ fn every_link(check: fn(Link, Link)) {
     check(a, b);
 }
 
-/// The same where time is measured, for links that need no more of a busy machine than a memory copy.
+/// What a link must do in time: only for links that need no more of a busy machine than a memory copy.
 fn every_near_link(check: fn(Link, Link)) {
     let (a, b) = Link::pair();
     check(a, b);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nbd::{Export, ExportInfo, Exports, Refusal, Server};
+use nbd::{Export, ExportInfo, ExportRefusal, Exports, Server};
 
 struct OneFile(Arc<dyn device::Disk>, String);
 
@@ -17,9 +17,12 @@ impl Exports for OneFile {
         vec![ExportInfo { name: self.1.clone(), description: "a file".into() }]
     }
 
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         if name != self.1 {
-            return Err(Refusal::unknown(format!("there is no export {name}: the only one is {}", self.1)));
+            return Err(ExportRefusal::unknown(format!(
+                "there is no export {name}: the only one is {}",
+                self.1
+            )));
         }
         Ok(Export { description: "a file".into(), ..Export::new(name, self.0.clone()) })
     }
@@ -31,7 +34,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let [socket, file] = &args.split_off(direct.into())[..] else {
         return Err("usage: serve [--direct] SOCKET FILE".into());
     };
-    let disk = device::open(file, &device::Options { write: true, direct, ..Default::default() })?;
+    let disk = device::open(file, &device::DiskOptions { write: true, direct, ..Default::default() })?;
     let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let server = Server::new(Arc::new(OneFile(disk, name)));
     server.serve_unix(UnixListener::bind(socket)?)?;

@@ -13,9 +13,9 @@ mod dial;
 mod wire;
 
 pub use dial::{Address, list};
-pub(crate) use dial::{Dialed, Stream};
+pub(crate) use dial::{ByteStream, Dialed};
 pub(crate) use wire::{
-    Arrived, BLOCK_STATUS, DISCONNECT, FLUSH, Head, Order, READ, TRIM, WRITE, ZEROES, error_of,
+    Arrived, BLOCK_STATUS, DISCONNECT, FLUSH, Order, READ, ReplyHead, TRIM, WRITE, ZEROES, error_of,
 };
 
 /// Command flag: durable when answered.
@@ -36,7 +36,7 @@ pub const ALLOCATION: &str = "base:allocation";
 
 /// What a request does.
 #[derive(Debug, Clone)]
-pub enum Command {
+pub enum NbdCommand {
     /// Read `len` bytes.
     Read {
         /// First byte.
@@ -88,8 +88,8 @@ pub struct Reply {
 
 /// A connection to one export.
 pub struct Client {
-    input: BufReader<Box<dyn Stream>>,
-    output: Box<dyn Stream>,
+    input: BufReader<Box<dyn ByteStream>>,
+    output: Box<dyn ByteStream>,
     /// Size of the export in bytes.
     pub size: u64,
     /// Transmission flags.
@@ -149,13 +149,13 @@ impl Client {
     }
 
     /// Sends a request and returns its cookie.
-    pub fn start(&mut self, command: &Command) -> io::Result<u64> {
+    pub fn start(&mut self, command: &NbdCommand) -> io::Result<u64> {
         let (kind, flags, offset, len, data): (_, _, _, _, &[u8]) = match command {
-            Command::Read { offset, len } => (READ, 0, *offset, *len, &[]),
-            Command::Write { offset, data, flags } => (WRITE, *flags, *offset, data.len() as u32, data),
-            Command::Zero { offset, len, flags } => (ZEROES, *flags, *offset, *len, &[]),
-            Command::Trim { offset, len } => (TRIM, 0, *offset, *len, &[]),
-            Command::Flush => (FLUSH, 0, 0, 0, &[]),
+            NbdCommand::Read { offset, len } => (READ, 0, *offset, *len, &[]),
+            NbdCommand::Write { offset, data, flags } => (WRITE, *flags, *offset, data.len() as u32, data),
+            NbdCommand::Zero { offset, len, flags } => (ZEROES, *flags, *offset, *len, &[]),
+            NbdCommand::Trim { offset, len } => (TRIM, 0, *offset, *len, &[]),
+            NbdCommand::Flush => (FLUSH, 0, 0, 0, &[]),
         };
         self.send(Order { kind, flags, offset, len }, data)
     }
@@ -177,7 +177,7 @@ impl Client {
     /// Waits for the next request to be answered completely.
     pub fn finish(&mut self) -> io::Result<Reply> {
         loop {
-            let head = Head::read(&mut self.input)?;
+            let head = ReplyHead::read(&mut self.input)?;
             let (start, data, arrived) =
                 self.pending.get_mut(&head.cookie).ok_or_else(|| bad("an unknown cookie"))?;
             arrived.take(head.part, &mut self.input, *start, data)?;
@@ -204,34 +204,34 @@ impl Client {
     }
 
     /// Does one request and waits for it.
-    pub fn run(&mut self, command: Command) -> io::Result<Vec<u8>> {
+    pub fn run(&mut self, command: NbdCommand) -> io::Result<Vec<u8>> {
         let cookie = self.start(&command)?;
         Ok(self.only(cookie)?.data)
     }
 
     /// Reads.
     pub fn read(&mut self, offset: u64, len: u32) -> io::Result<Vec<u8>> {
-        self.run(Command::Read { offset, len })
+        self.run(NbdCommand::Read { offset, len })
     }
 
     /// Writes.
     pub fn write(&mut self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.run(Command::Write { offset, data: data.to_vec(), flags: 0 }).map(drop)
+        self.run(NbdCommand::Write { offset, data: data.to_vec(), flags: 0 }).map(drop)
     }
 
     /// Makes a range zero.
     pub fn zero(&mut self, offset: u64, len: u32, flags: u16) -> io::Result<()> {
-        self.run(Command::Zero { offset, len, flags }).map(drop)
+        self.run(NbdCommand::Zero { offset, len, flags }).map(drop)
     }
 
     /// Trims a range.
     pub fn trim(&mut self, offset: u64, len: u32) -> io::Result<()> {
-        self.run(Command::Trim { offset, len }).map(drop)
+        self.run(NbdCommand::Trim { offset, len }).map(drop)
     }
 
     /// Makes durable what was answered.
     pub fn flush(&mut self) -> io::Result<()> {
-        self.run(Command::Flush).map(drop)
+        self.run(NbdCommand::Flush).map(drop)
     }
 
     /// The ranges of the export in which a context's flags have a bit of `mask`.

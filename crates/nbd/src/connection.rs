@@ -9,13 +9,13 @@ use std::io::{self, BufReader};
 use std::sync::{Mutex, MutexGuard};
 use std::thread::Thread;
 
-use crate::client::{Arrived, DISCONNECT, Head, Order, Stream, error_of};
+use crate::client::{Arrived, ByteStream, DISCONNECT, Order, ReplyHead, error_of};
 
-type Input = BufReader<Box<dyn Stream>>;
+type Input = BufReader<Box<dyn ByteStream>>;
 
 /// A connection for any number of threads. Once it has failed, it fails for ever: what the server has done by then is not known.
 pub(crate) struct Connection {
-    output: Mutex<Box<dyn Stream>>,
+    output: Mutex<Box<dyn ByteStream>>,
     state: Mutex<State>,
 }
 
@@ -24,7 +24,7 @@ struct State {
     /// What the server sends; `None` while a thread reads from it.
     input: Option<Input>,
     /// The head of a reply whose content is next in the input.
-    head: Option<Head>,
+    head: Option<ReplyHead>,
     /// Requests in flight, and their threads, once they wait.
     waiting: HashMap<u64, Option<Thread>>,
     next: u64,
@@ -36,7 +36,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Connection {
-    pub(crate) fn new(input: Input, output: Box<dyn Stream>) -> Connection {
+    pub(crate) fn new(input: Input, output: Box<dyn ByteStream>) -> Connection {
         let state = State { input: Some(input), ..State::default() };
         Connection { output: Mutex::new(output), state: Mutex::new(state) }
     }
@@ -82,7 +82,7 @@ impl Connection {
     }
 
     /// Waits for the next part of the reply to `cookie`, and reads heads if nobody else does.
-    fn turn(&self, cookie: u64) -> io::Result<(Input, Head)> {
+    fn turn(&self, cookie: u64) -> io::Result<(Input, ReplyHead)> {
         let mut state = lock(&self.state);
         loop {
             state.check()?;
@@ -92,7 +92,7 @@ impl Connection {
                     return Ok((input, head));
                 }
                 drop(state);
-                let head = Head::read(&mut input).map_err(|error| self.fail(error))?;
+                let head = ReplyHead::read(&mut input).map_err(|error| self.fail(error))?;
                 state = lock(&self.state);
                 match state.waiting.get(&head.cookie) {
                     // One that is still sending looks when it has sent.

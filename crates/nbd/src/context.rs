@@ -17,7 +17,7 @@ pub mod state {
 
 /// A run of bytes that share their flags.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Status {
+pub struct BlockStatus {
     /// Bytes; above zero.
     pub len: u64,
     /// Flags; their meaning is the context's.
@@ -36,7 +36,7 @@ pub trait Context: Send + Sync {
 
     /// The status of the runs that follow one another from `offset`, within the export. At least one run and at most
     /// `limit`; together they may fall short of `len` bytes or go beyond. What goes beyond is cut off.
-    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>>;
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<BlockStatus>>;
 }
 
 /// `base:allocation`, from the holes of the disk.
@@ -49,7 +49,7 @@ impl Context for Allocation {
         "base:allocation"
     }
 
-    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<BlockStatus>> {
         let end = offset.saturating_add(len);
         let mut runs = Vec::new();
         let mut at = offset;
@@ -59,10 +59,10 @@ impl Context for Allocation {
                 .allocated(at)?
                 .map_or(end..end, |run| run.start.clamp(at, end)..run.end.clamp(at, end));
             if data.start > at {
-                runs.push(Status { len: data.start - at, flags: state::HOLE | state::ZERO });
+                runs.push(BlockStatus { len: data.start - at, flags: state::HOLE | state::ZERO });
             }
             if !data.is_empty() && runs.len() < limit {
-                runs.push(Status { len: data.end - data.start, flags: 0 });
+                runs.push(BlockStatus { len: data.end - data.start, flags: 0 });
             }
             if data.is_empty() && data.start < end {
                 return Err(io::Error::other("the disk reports an allocated run without a byte"));
@@ -75,7 +75,7 @@ impl Context for Allocation {
 
 /// Fits a context's answer to the protocol: runs within `len` bytes that fit 32 bits, equal neighbours merged.
 /// `None` if the answer does not make sense.
-pub(crate) fn tidy(runs: &[Status], len: u32, limit: usize) -> Option<Vec<(u32, u32)>> {
+pub(crate) fn tidy(runs: &[BlockStatus], len: u32, limit: usize) -> Option<Vec<(u32, u32)>> {
     let mut tidied: Vec<(u32, u32)> = Vec::with_capacity(runs.len().min(limit));
     let mut left = len;
     for run in runs {

@@ -105,10 +105,10 @@ impl NbdDisk {
         })
     }
 
-    /// The same by its URI, with a context for [`NbdDisk::marked`].
+    /// Connects to the export at a URI, with a metadata context for [`NbdDisk::marked`].
     ///
     /// # Errors
-    /// As for [`NbdDisk::connect`].
+    /// As [`NbdDisk::connect`].
     pub fn open(uri: &ExportUri, context: Option<&str>) -> io::Result<NbdDisk> {
         let address = match &uri.server {
             NbdServer::Unix(socket) => Address::Unix(socket.clone()),

@@ -18,7 +18,7 @@ pub trait Exports: Send + Sync {
     ///
     /// A client that queries an export before it connects makes two calls for one connection. The first [`Export`] is dropped
     /// before the second is requested, unless it has the same name: then it is reused.
-    fn open(&self, name: &str) -> Result<Export, Refusal>;
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal>;
 
     /// The export that the empty name stands for: the only one listed, if there is exactly one.
     fn default_name(&self) -> Option<String> {
@@ -38,31 +38,31 @@ pub struct ExportInfo {
 
 /// Why an export was not opened. The message goes to the client.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal {
+pub struct ExportRefusal {
     pub(crate) code: u32,
     /// The reason, and the way out.
     pub message: String,
 }
 
-impl Refusal {
+impl ExportRefusal {
     /// There is no such export.
-    pub fn unknown(message: impl Into<String>) -> Refusal {
-        Refusal { code: REP_ERR_UNKNOWN, message: message.into() }
+    pub fn unknown(message: impl Into<String>) -> ExportRefusal {
+        ExportRefusal { code: REP_ERR_UNKNOWN, message: message.into() }
     }
 
     /// The export exists but is not available: it is busy, broken, or not for this client.
-    pub fn denied(message: impl Into<String>) -> Refusal {
-        Refusal { code: REP_ERR_POLICY, message: message.into() }
+    pub fn denied(message: impl Into<String>) -> ExportRefusal {
+        ExportRefusal { code: REP_ERR_POLICY, message: message.into() }
     }
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for ExportRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
     }
 }
 
-impl std::error::Error for Refusal {}
+impl std::error::Error for ExportRefusal {}
 
 /// Limits on the sizes of requests, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,7 +76,7 @@ pub struct BlockSizes {
 }
 
 impl BlockSizes {
-    pub(crate) fn check(&self) -> Result<(), Refusal> {
+    pub(crate) fn check(&self) -> Result<(), ExportRefusal> {
         let good = self.min.is_power_of_two()
             && self.min <= 1 << 16
             && self.preferred.is_power_of_two()
@@ -86,7 +86,7 @@ impl BlockSizes {
             return Ok(());
         }
         let BlockSizes { min, preferred, max } = self;
-        Err(Refusal::denied(format!("invalid block sizes {min}, {preferred} and {max} of the export")))
+        Err(ExportRefusal::denied(format!("invalid block sizes {min}, {preferred} and {max} of the export")))
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 use device::Queue;
 
 use crate::context::{Allocation, Context};
-use crate::export::{Export, Exports, Refusal};
+use crate::export::{Export, ExportRefusal, Exports};
 use crate::protocol::*;
 use crate::socket::{Disconnected, Stream};
 
@@ -203,26 +203,25 @@ struct OpenExport {
 
 impl OpenExport {
     /// The last step that can fail, taken while an error can still be sent.
-    fn queue(&self) -> Result<Box<dyn Queue>, Refusal> {
+    fn queue(&self) -> Result<Box<dyn Queue>, ExportRefusal> {
         let Export { name, disk, queue_depth, .. } = &self.export;
         disk.clone()
             .queue((*queue_depth).max(1))
-            .map_err(|error| Refusal::denied(format!("cannot open export {name}: {error}")))
+            .map_err(|error| ExportRefusal::denied(format!("cannot open export {name}: {error}")))
     }
 }
 
 impl Client<'_> {
-    fn open(&mut self, name: &str) -> Result<&OpenExport, Refusal> {
+    fn open(&mut self, name: &str) -> Result<&OpenExport, ExportRefusal> {
         if self.opened.as_ref().is_none_or(|opened| opened.asked != name) {
             self.opened = None;
             if name.len() > STRING_MAX {
-                return Err(Refusal::unknown("an export name has at most 4096 bytes"));
+                return Err(ExportRefusal::unknown("an export name has at most 4096 bytes"));
             }
             let export = if name.is_empty() {
-                let default = self
-                    .exports
-                    .default_name()
-                    .ok_or_else(|| Refusal::unknown("no default export: name one of the listed exports"))?;
+                let default = self.exports.default_name().ok_or_else(|| {
+                    ExportRefusal::unknown("no default export: name one of the listed exports")
+                })?;
                 self.exports.open(&default)?
             } else {
                 self.exports.open(name)?
@@ -231,7 +230,7 @@ impl Client<'_> {
             let size = export.disk.len();
             self.opened = Some(OpenExport { asked: name.to_owned(), export, size });
         }
-        self.opened.as_ref().ok_or_else(|| Refusal::unknown("no such export"))
+        self.opened.as_ref().ok_or_else(|| ExportRefusal::unknown("no such export"))
     }
 
     /// Enters transmission with the export opened last.

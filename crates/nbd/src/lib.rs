@@ -30,8 +30,8 @@ mod server;
 mod socket;
 mod transmission;
 
-pub use context::{Context, Status, state};
+pub use context::{BlockStatus, Context, state};
 pub use disk::NbdDisk;
-pub use export::{BlockSizes, Export, ExportInfo, Exports, Refusal};
-pub use server::{Limits, Server, is_loopback};
+pub use export::{BlockSizes, Export, ExportInfo, ExportRefusal, Exports};
+pub use server::{Server, ServerLimits, is_loopback};
 pub use socket::Stream;

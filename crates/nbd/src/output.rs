@@ -9,7 +9,7 @@ use crate::protocol::*;
 use crate::socket::{Disconnected, Stream};
 
 /// Replies in order: small parts are in one run of bytes, data stays in the buffers that the disk filled.
-pub(crate) struct Output {
+pub(crate) struct Replies {
     small: Vec<u8>,
     /// Buffers, each with the bytes of `small` that go before it.
     data: Vec<(usize, Buf)>,
@@ -22,9 +22,9 @@ const SMALL_KEEP: usize = 64 << 10;
 /// Slices that go to the system in one call.
 const SLICES: usize = 64;
 
-impl Output {
-    pub(crate) fn new() -> Output {
-        Output { small: Vec::new(), data: Vec::new(), bytes: 0, replies: 0 }
+impl Replies {
+    pub(crate) fn new() -> Replies {
+        Replies { small: Vec::new(), data: Vec::new(), bytes: 0, replies: 0 }
     }
 
     /// Bytes that wait.

@@ -85,7 +85,7 @@ pub(crate) const STRING_MAX: usize = 4096;
 
 /// A request as it stands on the wire.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Header {
+pub(crate) struct RequestHeader {
     pub(crate) flags: u16,
     pub(crate) command: u16,
     pub(crate) cookie: u64,
@@ -93,15 +93,15 @@ pub(crate) struct Header {
     pub(crate) len: u32,
 }
 
-impl Header {
+impl RequestHeader {
     pub(crate) const LEN: usize = 28;
 
     /// `None` if the magic number is wrong.
-    pub(crate) fn decode(bytes: &[u8; Header::LEN]) -> Option<Header> {
+    pub(crate) fn decode(bytes: &[u8; RequestHeader::LEN]) -> Option<RequestHeader> {
         let [m0, m1, m2, m3, f0, f1, t0, t1, rest @ ..] = *bytes;
         let [c0, c1, c2, c3, c4, c5, c6, c7, rest @ ..] = rest;
         let [o0, o1, o2, o3, o4, o5, o6, o7, l0, l1, l2, l3] = rest;
-        (u32::from_be_bytes([m0, m1, m2, m3]) == REQUEST_MAGIC).then_some(Header {
+        (u32::from_be_bytes([m0, m1, m2, m3]) == REQUEST_MAGIC).then_some(RequestHeader {
             flags: u16::from_be_bytes([f0, f1]),
             command: u16::from_be_bytes([t0, t1]),
             cookie: u64::from_be_bytes([c0, c1, c2, c3, c4, c5, c6, c7]),

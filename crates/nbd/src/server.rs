@@ -19,7 +19,7 @@ use crate::transmission;
 
 /// Limits of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct ServerLimits {
     /// The most connections. A further one takes the place of the oldest that has not chosen its export yet; if all have, it gets an
     /// error and is closed.
     pub connections: usize,
@@ -27,10 +27,10 @@ pub struct Limits {
     pub handshake: Duration,
 }
 
-impl Default for Limits {
+impl Default for ServerLimits {
     /// 128 connections, 30 seconds.
-    fn default() -> Limits {
-        Limits { connections: 128, handshake: Duration::from_secs(30) }
+    fn default() -> ServerLimits {
+        ServerLimits { connections: 128, handshake: Duration::from_secs(30) }
     }
 }
 
@@ -52,7 +52,7 @@ pub struct Server {
 
 struct Shared {
     exports: Arc<dyn Exports>,
-    limits: Limits,
+    limits: ServerLimits,
     closing: AtomicBool,
     registry: Arc<Registry>,
     trouble: OnceLock<Box<Tell>>,
@@ -115,11 +115,11 @@ impl RegistryState {
 impl Server {
     /// A server with the usual limits, that does not listen yet.
     pub fn new(exports: Arc<dyn Exports>) -> Server {
-        Server::with_limits(exports, Limits::default())
+        Server::with_limits(exports, ServerLimits::default())
     }
 
     /// A server that does not listen yet.
-    pub fn with_limits(exports: Arc<dyn Exports>, limits: Limits) -> Server {
+    pub fn with_limits(exports: Arc<dyn Exports>, limits: ServerLimits) -> Server {
         let (closing, registry, trouble, told) = Default::default();
         Server { shared: Arc::new(Shared { exports, limits, closing, registry, trouble, told }) }
     }

@@ -28,7 +28,7 @@ pub(crate) struct Disconnected;
 
 /// The result of an attempt to receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Received {
+pub(crate) enum SocketRead {
     Bytes(usize),
     /// Nothing is there now.
     Nothing,
@@ -65,7 +65,7 @@ impl AsFd for Stream {
 
 impl Stream {
     /// Receives into `first`, and what then is left into `second`; waits if `wait` is set and nothing is there.
-    pub(crate) fn receive(&self, first: &mut [u8], second: &mut [u8], wait: bool) -> Received {
+    pub(crate) fn receive(&self, first: &mut [u8], second: &mut [u8], wait: bool) -> SocketRead {
         let flags = if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
         loop {
             // The plain call is the cheaper one, and the common one.
@@ -78,11 +78,11 @@ impl Stream {
                 recvmsg(&self.fd, &mut parts, &mut RecvAncillaryBuffer::default(), flags).map(|got| got.bytes)
             };
             return match result {
-                Ok(0) => Received::End,
-                Ok(got) => Received::Bytes(got),
+                Ok(0) => SocketRead::End,
+                Ok(got) => SocketRead::Bytes(got),
                 Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => Received::Nothing,
-                Err(_) => Received::End,
+                Err(Errno::AGAIN) => SocketRead::Nothing,
+                Err(_) => SocketRead::End,
             };
         }
     }
@@ -118,9 +118,9 @@ impl Stream {
     pub(crate) fn receive_by(&self, mut buf: &mut [u8], deadline: Instant) -> Result<(), Disconnected> {
         while !buf.is_empty() {
             match self.receive(buf, &mut [], false) {
-                Received::Bytes(got) => buf = &mut buf[got..],
-                Received::Nothing => self.wait_by(PollFlags::IN, deadline)?,
-                Received::End => return Err(Disconnected),
+                SocketRead::Bytes(got) => buf = &mut buf[got..],
+                SocketRead::Nothing => self.wait_by(PollFlags::IN, deadline)?,
+                SocketRead::End => return Err(Disconnected),
             }
         }
         // A client that trickles its bytes never lets us wait.

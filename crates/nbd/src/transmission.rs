@@ -9,17 +9,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use device::{Buf, Done, Kind, Piece, Queue, Request};
+use device::{Buf, Done, Piece, Queue, Request, RequestKind};
 use rustix::event::{PollFd, PollFlags};
 use smallvec::smallvec;
 
 use crate::context::{Context, tidy};
 use crate::export::Export;
 use crate::handshake::Negotiated;
-use crate::output::Output;
+use crate::output::Replies;
 use crate::pool::Pool;
 use crate::protocol::*;
-use crate::socket::{Disconnected, Received, Stream, wait};
+use crate::socket::{Disconnected, SocketRead, Stream, wait};
 
 /// Bytes taken from the socket in one step.
 const INPUT: usize = 256 << 10;
@@ -89,7 +89,7 @@ struct Failure {
 /// A request whose parts are in flight.
 #[derive(Default)]
 struct Slot {
-    header: Header,
+    header: RequestHeader,
     /// Parts submitted and not completed.
     parts: u32,
     /// No more parts follow.
@@ -110,7 +110,7 @@ struct Slots {
 }
 
 impl Slots {
-    fn open(&mut self, header: &Header) -> usize {
+    fn open(&mut self, header: &RequestHeader) -> usize {
         let index = self.free.pop().unwrap_or(self.all.len());
         self.all.resize_with(self.all.len().max(index + 1), Slot::default);
         self.all[index] = Slot { header: *header, ..Slot::default() };
@@ -145,7 +145,7 @@ struct Transmission<'a> {
     step: Step,
     slots: Slots,
     pool: Pool,
-    output: Output,
+    output: Replies,
     /// When to take in no more. Set once the server was told to end.
     last_words: Option<Instant>,
 
@@ -169,7 +169,7 @@ impl<'a> Transmission<'a> {
             step: Step::Head,
             slots: Slots::default(),
             pool: Pool::new(),
-            output: Output::new(),
+            output: Replies::new(),
             last_words: None,
             size,
             structured,
@@ -236,26 +236,26 @@ impl<'a> Transmission<'a> {
             Step::Payload { left, part: Some(part), large, .. } => {
                 let limit = match part.buf.len() == *left {
                     false => 0,
-                    true if *large => Header::LEN,
+                    true if *large => RequestHeader::LEN,
                     true => INPUT,
                 };
                 (&mut part.buf[part.filled..], limit)
             }
-            Step::Head if input.shy => (&mut [][..], Header::LEN),
+            Step::Head if input.shy => (&mut [][..], RequestHeader::LEN),
             _ => (&mut [][..], INPUT),
         };
         let room = direct.len();
         let received = self.stream.receive(direct, &mut input.bytes[input.end..limit.max(input.end)], wait);
         match received {
-            Received::Bytes(got) => {
+            SocketRead::Bytes(got) => {
                 if let Step::Payload { part: Some(part), .. } = &mut self.step {
                     part.filled += got.min(room);
                 }
                 self.input.end += got.saturating_sub(room);
             }
-            Received::Nothing => return false,
+            SocketRead::Nothing => return false,
             // A truncated request gets no answer: its sender is gone.
-            Received::End => self.step = Step::End,
+            SocketRead::End => self.step = Step::End,
         }
         true
     }
@@ -272,8 +272,8 @@ impl<'a> Transmission<'a> {
                         return Ok(Stop::Dry);
                     };
                     // Without the magic number the start of the next request is not known.
-                    let header = Header::decode(head);
-                    self.input.start += Header::LEN;
+                    let header = RequestHeader::decode(head);
+                    self.input.start += RequestHeader::LEN;
                     match header {
                         Some(header) if header.command != CMD_DISC => self.begin(header),
                         _ => self.step = Step::End,
@@ -321,7 +321,7 @@ impl<'a> Transmission<'a> {
                         }
                     }
                     let buf = self.pool.take(len);
-                    self.submit(slot, Kind::Read, at, len as u64, buf);
+                    self.submit(slot, RequestKind::Read, at, len as u64, buf);
                 }
                 Step::End => return Ok(Stop::End),
             }
@@ -340,7 +340,7 @@ impl<'a> Transmission<'a> {
     }
 
     /// Begins a request whose head was taken in.
-    fn begin(&mut self, header: Header) {
+    fn begin(&mut self, header: RequestHeader) {
         self.input.shy = header.command == CMD_WRITE && header.len as usize > LARGE;
         if let Err(failure) = self.check(&header) {
             self.step = match header.command {
@@ -360,7 +360,7 @@ impl<'a> Transmission<'a> {
                     Err(error) => self.fail(header.cookie, failure_of(&error, &header)),
                 };
             }
-            CMD_FLUSH => Kind::Flush,
+            CMD_FLUSH => RequestKind::Flush,
             _ if len == 0 => {
                 return match header.command == CMD_READ && self.structured {
                     true => self.output.chunk(header.cookie, CHUNK_NONE, true, 0),
@@ -379,10 +379,10 @@ impl<'a> Transmission<'a> {
                 self.step = Step::Payload { slot, offset, left: len, part: None, large: len > LARGE };
                 return;
             }
-            CMD_TRIM => Kind::Discard { fua },
+            CMD_TRIM => RequestKind::Discard { fua },
             _ => {
                 let unmap = header.flags & CMD_FLAG_NO_HOLE == 0;
-                Kind::Zero { unmap, fast: header.flags & CMD_FLAG_FAST_ZERO != 0, fua }
+                RequestKind::Zero { unmap, fast: header.flags & CMD_FLAG_FAST_ZERO != 0, fua }
             }
         };
         let slot = self.slots.open(&header);
@@ -412,13 +412,13 @@ impl<'a> Transmission<'a> {
         let header = &self.slots.all[slot].header;
         let fua = header.flags & CMD_FLAG_FUA != 0 && !self.slots.all[slot].flush;
         let len = buf.len() as u64;
-        self.submit(slot, Kind::Write { fua }, at, len, buf);
+        self.submit(slot, RequestKind::Write { fua }, at, len, buf);
         true
     }
 
     /// Validates a request by itself.
-    fn check(&self, header: &Header) -> Result<(), Failure> {
-        let Header { command, flags, offset, len, .. } = *header;
+    fn check(&self, header: &RequestHeader) -> Result<(), Failure> {
+        let RequestHeader { command, flags, offset, len, .. } = *header;
         let refuse = |code, message: String| Err(Failure { code, message });
         let (name, allowed, modifies) = match command {
             CMD_READ => ("read", if self.structured { CMD_FLAG_DF } else { 0 }, false),
@@ -472,9 +472,9 @@ impl<'a> Transmission<'a> {
         Ok(())
     }
 
-    fn submit(&mut self, slot: usize, kind: Kind, offset: u64, len: u64, buf: Buf) {
+    fn submit(&mut self, slot: usize, kind: RequestKind, offset: u64, len: u64, buf: Buf) {
         self.slots.all[slot].parts += 1;
-        let pieces = if kind == Kind::Flush { smallvec![] } else { smallvec![Piece { offset, len }] };
+        let pieces = if kind == RequestKind::Flush { smallvec![] } else { smallvec![Piece { offset, len }] };
         self.queue.submit(Request { kind, pieces, buf, token: slot as u64 });
     }
 
@@ -540,7 +540,7 @@ impl<'a> Transmission<'a> {
             collected.into_iter().for_each(|(_, buf)| self.pool.give(buf));
             self.fail(cookie, failure);
         } else if std::mem::take(&mut slot.flush) {
-            return self.submit(index, Kind::Flush, 0, 0, Buf::default());
+            return self.submit(index, RequestKind::Flush, 0, 0, Buf::default());
         } else if slot.header.command == CMD_READ {
             collected.sort_unstable_by_key(|(offset, _)| *offset);
             self.data_head(index);
@@ -553,7 +553,7 @@ impl<'a> Transmission<'a> {
 
     /// The head of a read's answer whose data comes in one piece.
     fn data_head(&mut self, index: usize) {
-        let Header { cookie, offset, len, .. } = self.slots.all[index].header;
+        let RequestHeader { cookie, offset, len, .. } = self.slots.all[index].header;
         if self.structured {
             self.output.chunk(cookie, CHUNK_OFFSET_DATA, true, len + 8);
             self.output.add(&offset.to_be_bytes());
@@ -575,7 +575,7 @@ impl<'a> Transmission<'a> {
         self.output.add(message);
     }
 
-    fn block_status(&mut self, header: &Header) {
+    fn block_status(&mut self, header: &RequestHeader) {
         let limit = if header.flags & CMD_FLAG_REQ_ONE != 0 { 1 } else { RUNS };
         let mut answers = Vec::with_capacity(self.contexts.len());
         for context in &self.contexts {
@@ -633,7 +633,7 @@ fn is_zero(bytes: &[u8]) -> bool {
     bytes.chunks(512).all(|part| part.iter().fold(0, |any, byte| any | byte) == 0)
 }
 
-fn failure_of(error: &io::Error, header: &Header) -> Failure {
+fn failure_of(error: &io::Error, header: &RequestHeader) -> Failure {
     use io::ErrorKind::*;
     let code = match error.kind() {
         PermissionDenied | ReadOnlyFilesystem => EPERM,

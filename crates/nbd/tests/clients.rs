@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::serve_one;
-use nbd::{Context, Limits, Server, Status};
+use nbd::{BlockStatus, Context, Server, ServerLimits};
 use serde_json::Value;
 use testing::Random;
 
@@ -27,12 +27,12 @@ impl Context for Dirty {
     fn name(&self) -> &str {
         "qemu:dirty-bitmap:dsync"
     }
-    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<BlockStatus>> {
         let mut runs = Vec::new();
         let mut at = offset;
         while at < offset + len && runs.len() < limit {
             let next = (at / MIB + 1) * MIB;
-            runs.push(Status { len: next - at, flags: (at / MIB % 2) as u32 });
+            runs.push(BlockStatus { len: next - at, flags: (at / MIB % 2) as u32 });
             at = next;
         }
         Ok(runs)
@@ -64,9 +64,9 @@ impl ServedFile {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk.raw");
         File::create(&path).unwrap().set_len(SIZE).unwrap();
-        let options = device::Options { write: true, direct, ..Default::default() };
+        let options = device::DiskOptions { write: true, direct, ..Default::default() };
         let disk = device::open(&path, &options).unwrap();
-        let server = serve_one(disk, Limits::default(), |export| {
+        let server = serve_one(disk, ServerLimits::default(), |export| {
             export.description = "a disk for tests".into();
             export.contexts.push(Arc::new(Dirty));
         });

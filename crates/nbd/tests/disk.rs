@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use common::{Mode, Rig, serve, serve_one};
 use device::{Disk, ExportUri, NbdServer, RamDisk};
 use nbd::client::Address;
-use nbd::{Context, Limits, NbdDisk, Status};
+use nbd::{BlockStatus, Context, NbdDisk, ServerLimits};
 use testing::{contract, need};
 
 /// Processes that end with the test, and their folder.
@@ -105,18 +105,18 @@ impl Context for Stripes {
     fn name(&self) -> &str {
         self.0
     }
-    fn status(&self, offset: u64, _: u64, _: usize) -> std::io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, _: u64, _: usize) -> std::io::Result<Vec<BlockStatus>> {
         if offset >= 1 << 30 && self.0 == "x:lost" {
             return Err(std::io::Error::other("the map is lost"));
         }
-        Ok(vec![Status { len: (1 << 20) - offset % (1 << 20), flags: (offset >> 20) as u32 & 1 }])
+        Ok(vec![BlockStatus { len: (1 << 20) - offset % (1 << 20), flags: (offset >> 20) as u32 & 1 }])
     }
 }
 
 #[test]
 fn what_a_bitmap_does_not_say_is_an_error_and_never_clean() {
     let (folder, size) = (tempfile::tempdir().unwrap(), (1 << 30) + (5 << 20) + 512);
-    let server = serve_one(Arc::new(RamDisk::new(size)), Limits::default(), |export| {
+    let server = serve_one(Arc::new(RamDisk::new(size)), ServerLimits::default(), |export| {
         export.contexts.extend(["x:whole", "x:lost"].map(|name| Arc::new(Stripes(name)) as Arc<dyn Context>));
     });
     let socket = folder.path().join("socket");

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use device::Disk;
-use nbd::{Context, Limits, Status};
+use nbd::{BlockStatus, Context, ServerLimits};
 use testing::Random;
 
 /// The parts of a conversation that makes sense.
@@ -91,11 +91,11 @@ impl Context for Talkative {
     fn name(&self) -> &str {
         "x-test:leaf"
     }
-    fn status(&self, offset: u64, _: u64, limit: usize) -> io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, _: u64, limit: usize) -> io::Result<Vec<BlockStatus>> {
         if offset % 7 == 0 {
             return Err(io::Error::other("x".repeat(70_000)));
         }
-        Ok((0..limit as u64).map(|at| Status { len: 1 + at % 3, flags: at as u32 }).collect())
+        Ok((0..limit as u64).map(|at| BlockStatus { len: 1 + at % 3, flags: at as u32 }).collect())
     }
 }
 
@@ -116,7 +116,8 @@ fn noise_does_no_harm() {
     for mode in [Mode::Inline, Mode::Polled] {
         let disk = Rig::plain(FUZZ_DISK, mode);
         disk.ram.write_at(0, &Random::seeded(1).bytes(300_000)).unwrap();
-        let server = serve_one(disk, Limits::default(), |export| export.contexts.push(Arc::new(Talkative)));
+        let server =
+            serve_one(disk, ServerLimits::default(), |export| export.contexts.push(Arc::new(Talkative)));
         let mut witness = Client::enter(&server, "disk", true, &[]);
         for run in 0..runs / 2 {
             if until.is_some_and(|until| Instant::now() > until) {

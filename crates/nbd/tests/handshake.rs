@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use device::RamDisk;
-use nbd::{Context, Export, ExportInfo, Limits, Refusal, Server, Status};
+use nbd::{BlockStatus, Context, Export, ExportInfo, ExportRefusal, Server, ServerLimits};
 
 struct Named(&'static str);
 
@@ -20,8 +20,8 @@ impl Context for Named {
     fn name(&self) -> &str {
         self.0
     }
-    fn status(&self, _: u64, len: u64, _: usize) -> std::io::Result<Vec<Status>> {
-        Ok(vec![Status { len, flags: 1 }])
+    fn status(&self, _: u64, len: u64, _: usize) -> std::io::Result<Vec<BlockStatus>> {
+        Ok(vec![BlockStatus { len, flags: 1 }])
     }
 }
 
@@ -40,8 +40,8 @@ fn several(open: Arc<AtomicUsize>, opened: Arc<AtomicUsize>) -> Table {
             "one" => (1 << 20, false),
             "two" => (12345, true),
             "one@view" => (1 << 20, true),
-            "busy" => return Err(Refusal::denied("busy is in use: wait until it is free")),
-            _ => return Err(Refusal::unknown(format!("there is no export {name}"))),
+            "busy" => return Err(ExportRefusal::denied("busy is in use: wait until it is free")),
+            _ => return Err(ExportRefusal::unknown(format!("there is no export {name}"))),
         };
         open.fetch_add(1, Ordering::SeqCst);
         opened.fetch_add(1, Ordering::SeqCst);
@@ -256,7 +256,7 @@ fn a_disk_that_can_not_be_used_is_refused() {
         (512, 256, 1024),
         (1, 4096, 512),
     ] {
-        let server = serve_one(Arc::new(RamDisk::new(4096)), Limits::default(), move |export| {
+        let server = serve_one(Arc::new(RamDisk::new(4096)), ServerLimits::default(), move |export| {
             export.block = nbd::BlockSizes { min, preferred, max };
         });
         assert_eq!(Client::connect(&server).verdict(7, &info("disk", &[])).0, POLICY);
@@ -325,7 +325,7 @@ fn contexts() {
 
 #[test]
 fn silent_and_trickling_clients_are_dropped() {
-    let limits = Limits { handshake: Duration::from_millis(300), ..Limits::default() };
+    let limits = ServerLimits { handshake: Duration::from_millis(300), ..ServerLimits::default() };
     let server = serve_one(Arc::new(RamDisk::new(4096)), limits, |_| {});
     let start = Instant::now();
     let mut silent = Client::connect(&server);
@@ -359,7 +359,7 @@ fn silent_and_trickling_clients_are_dropped() {
 
 #[test]
 fn connections_beyond_the_limit_are_told_so() {
-    let limits = Limits { connections: 2, ..Limits::default() };
+    let limits = ServerLimits { connections: 2, ..ServerLimits::default() };
     let server = serve_one(Arc::new(RamDisk::new(4096)), limits, |_| {});
     let one = Client::enter(&server, "disk", false, &[]);
     let _two = Client::enter(&server, "disk", false, &[]);
@@ -392,7 +392,7 @@ fn connections_beyond_the_limit_are_told_so() {
 
 #[test]
 fn connections_that_choose_nothing_keep_no_client_out() {
-    let limits = Limits { connections: 3, ..Limits::default() };
+    let limits = ServerLimits { connections: 3, ..ServerLimits::default() };
     let server = serve_one(Arc::new(RamDisk::new(4096)), limits, |_| {});
     let mut chosen = Client::enter(&server, "disk", false, &[]);
     let mut held: Vec<Client> = Vec::new();

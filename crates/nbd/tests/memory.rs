@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::*;
 use device::{Disk, RamDisk};
-use nbd::Limits;
+use nbd::ServerLimits;
 use testing::Random;
 
 #[test]
@@ -54,9 +54,10 @@ fn memory_is_bounded_whatever_is_asked() {
         }
         Ok(())
     };
-    let server = serve_one(Rig::new(64 << 20, Mode::Polled, Box::new(slow)), Limits::default(), |export| {
-        export.queue_depth = 4096;
-    });
+    let server =
+        serve_one(Rig::new(64 << 20, Mode::Polled, Box::new(slow)), ServerLimits::default(), |export| {
+            export.queue_depth = 4096;
+        });
     let mut client = Client::enter(&server, "disk", true, &[]);
     for at in 0..4 {
         client.send(&request_bytes(READ, 0, at, 0, 32 << 20));

@@ -11,8 +11,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::*;
-use device::{Disk, Done, Kind, Queue, RamDisk, Request};
-use nbd::{BlockSizes, Context, Export, Limits, Status};
+use device::{Disk, Done, Queue, RamDisk, Request, RequestKind};
+use nbd::{BlockSizes, BlockStatus, Context, Export, ServerLimits};
 use testing::Random;
 
 const EPERM: u32 = 1;
@@ -162,7 +162,7 @@ fn nothing_asked_nothing_done() {
 
 #[test]
 fn bad_requests_are_refused_and_harm_nobody() {
-    let server = serve_one(Rig::plain(MIB, Mode::Inline), Limits::default(), |export| {
+    let server = serve_one(Rig::plain(MIB, Mode::Inline), ServerLimits::default(), |export| {
         export.block = BlockSizes { min: 512, preferred: 4096, max: 64 << 10 };
         export.fast_zero = false;
     });
@@ -226,7 +226,7 @@ fn bad_requests_are_refused_and_harm_nobody() {
 #[test]
 fn read_only_exports_stay_as_they_are() {
     let disk = RamDisk::from_bytes(&noise(1 << 20));
-    let server = serve_one(Arc::new(disk), Limits::default(), |export| export.read_only = true);
+    let server = serve_one(Arc::new(disk), ServerLimits::default(), |export| export.read_only = true);
     for client in &mut both(&server) {
         let payload = noise(100_000);
         for command in [WRITE, TRIM, ZEROES] {
@@ -301,18 +301,20 @@ impl Context for Stripes {
     fn name(&self) -> &str {
         self.0
     }
-    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<BlockStatus>> {
         match self.0 {
             "x-bad:error" => Err(io::Error::other("the map is lost")),
             "x-bad:empty" => Ok(vec![]),
-            "x-bad:zero" => Ok(vec![Status { len: 0, flags: 0 }, Status { len: 512, flags: 0 }]),
-            "x-odd:long" => Ok(vec![Status { len: u64::MAX, flags: 7 }, Status { len: u64::MAX, flags: 8 }]),
-            "x-odd:alike" => Ok(vec![Status { len: 1, flags: 1 }; 1000]),
-            "x-odd:many" => Ok((0..100_000).map(|at| Status { len: 512, flags: at % 2 }).collect()),
+            "x-bad:zero" => Ok(vec![BlockStatus { len: 0, flags: 0 }, BlockStatus { len: 512, flags: 0 }]),
+            "x-odd:long" => {
+                Ok(vec![BlockStatus { len: u64::MAX, flags: 7 }, BlockStatus { len: u64::MAX, flags: 8 }])
+            }
+            "x-odd:alike" => Ok(vec![BlockStatus { len: 1, flags: 1 }; 1000]),
+            "x-odd:many" => Ok((0..100_000).map(|at| BlockStatus { len: 512, flags: at % 2 }).collect()),
             _ => {
                 let first = 512 - offset % 512;
                 let runs = (0..).map(|at| (at, if at == 0 { first } else { 512 }));
-                let runs = runs.map(|(at, len)| Status { len, flags: ((offset / 512 + at) % 2) as u32 });
+                let runs = runs.map(|(at, len)| BlockStatus { len, flags: ((offset / 512 + at) % 2) as u32 });
                 Ok(runs.take((len.div_ceil(512) as usize + 1).min(limit)).collect())
             }
         }
@@ -330,7 +332,7 @@ fn with_stripes(export: &mut Export) {
 #[test]
 fn block_status() {
     let rig = Rig::plain(64 * MIB, Mode::Inline);
-    let server = serve_one(rig.clone(), Limits::default(), with_stripes);
+    let server = serve_one(rig.clone(), ServerLimits::default(), with_stripes);
     rig.ram.write_at(MIB, &noise(8192)).unwrap();
     rig.ram.write_at(2 * MIB, &noise(4096)).unwrap();
 
@@ -470,7 +472,7 @@ fn a_slow_request_of_one_client_holds_up_no_other_client() {
 fn the_depth_of_the_queue_is_kept() {
     for mode in [Mode::Polled, Mode::Blocking] {
         let (gate, rig) = gated(mode);
-        let server = serve_one(rig.clone(), Limits::default(), |export| export.queue_depth = 3);
+        let server = serve_one(rig.clone(), ServerLimits::default(), |export| export.queue_depth = 3);
         let mut client = Client::enter(&server, "disk", true, &[]);
         for at in 0..20 {
             client.request(READ, 0, at * 512, 512, &[]);
@@ -710,7 +712,7 @@ struct CountingQueue {
 impl Queue for CountingQueue {
     fn submit(&mut self, request: Request) {
         match request.kind {
-            Kind::Write { .. } => {
+            RequestKind::Write { .. } => {
                 self.writes[0].fetch_add(1, Ordering::SeqCst);
                 self.held.push(request);
             }
@@ -762,7 +764,7 @@ fn a_client_that_takes_its_replies_slowly_gets_them_all() {
     let folder = testing::on_disk();
     let path = folder.path().join("disk.raw");
     std::fs::write(&path, noise(16 << 20)).unwrap();
-    let options = device::Options { write: true, direct: true, ..Default::default() };
+    let options = device::DiskOptions { write: true, direct: true, ..Default::default() };
     let server = serve(device::open(&path, &options).unwrap());
     let mut client = Client::enter(&server, "disk", false, &[]);
     for _ in 0..300 {

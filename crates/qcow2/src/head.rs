@@ -19,7 +19,7 @@ const HARMLESS: u64 = 1 << 3 | 1 << 4;
 
 /// The head of a qcow2 file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Head {
+pub struct ImageHeader {
     /// Bytes of the disk in it.
     pub size: u64,
     backing: bool,
@@ -33,21 +33,21 @@ pub struct Head {
     entry: u64,
 }
 
-impl Head {
+impl ImageHeader {
     /// The head of a file; `None` if it is no qcow2 file.
     ///
     /// # Errors
     /// If it cannot be read.
-    pub fn of(file: &File) -> io::Result<Option<Head>> {
+    pub fn of(file: &File) -> io::Result<Option<ImageHeader>> {
         let mut bytes = [0; LEN];
         match file.read_exact_at(&mut bytes, 0) {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             read => read?,
         }
-        Ok(Head::parse(&bytes))
+        Ok(ImageHeader::parse(&bytes))
     }
 
-    fn parse(bytes: &[u8; LEN]) -> Option<Head> {
+    fn parse(bytes: &[u8; LEN]) -> Option<ImageHeader> {
         let number = |at: usize, len: usize| {
             bytes[at..at + len].iter().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte))
         };
@@ -57,7 +57,7 @@ impl Head {
         }
         // The second version has none of these.
         let later = |at| if version == 2 { 0 } else { number(at, 8) };
-        Some(Head {
+        Some(ImageHeader {
             backing: number(8, 8) != 0,
             size: number(24, 8),
             encrypted: number(32, 4) != 0,
@@ -117,12 +117,12 @@ impl Head {
         })
     }
 
-    /// The same of one that is only read: whether its bitmaps are kept up is the concern of who writes.
+    /// Why a file that is only read is refused, and what to do; its bitmaps do not matter, as only a writer has to keep them up.
     pub fn refusal_of_reader(&self) -> Option<(&'static str, &'static str)> {
-        Head { bitmaps: false, ..*self }.refusal()
+        ImageHeader { bitmaps: false, ..*self }.refusal()
     }
 
-    /// The same of one that is to be a replica.
+    /// Why a file cannot be a replica, and what to do; `None` if it may be.
     pub fn refusal_of_replica(&self) -> Option<(&'static str, &'static str)> {
         // They would keep what dsync writes over, and a return to one would look like a foreign write.
         let snapshots = self.snapshots > 0;
@@ -148,7 +148,7 @@ mod tests {
             assert!(done.status.success(), "{args:?}: {}", String::from_utf8_lossy(&done.stderr));
         };
         let why = |name: &str| {
-            let head = Head::of(&File::open(at(name)).unwrap()).unwrap().unwrap();
+            let head = ImageHeader::of(&File::open(at(name)).unwrap()).unwrap().unwrap();
             (head.size, head.refusal().map(|(why, _)| why), head.refusal_of_replica().map(|(why, _)| why))
         };
         let create = |name: &str, options: &str| {
@@ -173,7 +173,7 @@ mod tests {
         {
             let (_, served, _) = why(name);
             assert!(served.is_some_and(|why| why.contains(word)), "{name}: {served:?}");
-            let head = Head::of(&File::open(at(name)).unwrap()).unwrap().unwrap();
+            let head = ImageHeader::of(&File::open(at(name)).unwrap()).unwrap().unwrap();
             assert_eq!(head.refusal_of_reader().is_none(), name == "bitmap", "{name}");
         }
         // What only a crash of QEMU leaves.
@@ -185,7 +185,7 @@ mod tests {
         std::fs::write(at("raw"), [0; 4096]).unwrap();
         std::fs::write(at("empty"), []).unwrap();
         for name in ["raw", "empty"] {
-            assert_eq!(Head::of(&File::open(at(name)).unwrap()).unwrap(), None);
+            assert_eq!(ImageHeader::of(&File::open(at(name)).unwrap()).unwrap(), None);
         }
     }
 }

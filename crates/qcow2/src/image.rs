@@ -13,7 +13,7 @@ use device::{Access, DeviceError, DeviceErrorKind, Disk, Queue, ThreadQueue};
 use nbd::NbdDisk;
 use nbd::client::Address;
 
-use crate::server::{Server, Use, hold};
+use crate::server::{QemuNbd, Use, hold};
 use crate::tools;
 
 /// How long the qemu-nbd of a process that was killed may take to end.
@@ -52,12 +52,12 @@ struct Reserved {
 struct Running {
     /// Before the server: the connection ends first.
     disk: NbdDisk,
-    server: Server,
+    server: QemuNbd,
 }
 
 impl Running {
     fn start(file: &File, access: Use, place: Option<&Path>) -> io::Result<Running> {
-        let server = Server::start(file, access, place)?;
+        let server = QemuNbd::start(file, access, place)?;
         match NbdDisk::connect(&Address::Unix(server.address()), "") {
             Ok(disk) => Ok(Running { disk, server }),
             Err(e) => Err(match server.last_words(LAST_WORDS_WITHIN) {
@@ -77,11 +77,11 @@ impl Image {
         Image::open_at(file, path, access, None)
     }
 
-    /// The same, to be written; other processes may [`connect`] to what writes it, at `socket`. Once this process is killed, all that was
-    /// written gets into the file.
+    /// Opens the disk for writing; other processes may [`connect`] to it at `socket`. What was written gets into the file even if this
+    /// process is killed.
     ///
     /// # Errors
-    /// As for [`Image::open`].
+    /// As [`Image::open`].
     pub fn serve(file: File, path: &Path, socket: &Path) -> io::Result<Image> {
         Image::open_at(file, path, Use::Write, Some(socket))
     }

@@ -5,7 +5,7 @@
 //!
 //! - *qemu-nbd never outlives this process.* The kernel kills it with the thread that started it, and it ends by itself once its last
 //!   connection is gone. It listens on a socket that has no name by the time it is started, so nothing is left behind either.
-//! - *Nobody guesses a format.* The file is opened before QEMU looks at it, its head is read here ([`Head`]), and QEMU is told that it is a
+//! - *Nobody guesses a format.* The file is opened before QEMU looks at it, its head is read here ([`ImageHeader`]), and QEMU is told that it is a
 //!   qcow2 file, and which one, by the descriptor. A guest that writes a header to its disk names no file to QEMU.
 //! - *The file is at rest when it is looked at.* QEMU keeps tables in memory until a flush, so a write may move the file's times later.
 //!   [`Image::settle`] writes them out; until the next write nothing changes the file.
@@ -20,7 +20,7 @@ mod image;
 mod server;
 mod tools;
 
-pub use head::Head;
+pub use head::ImageHeader;
 pub use image::{Image, connect, free};
 pub use server::Use;
 pub use tools::{check, check_size, create};

@@ -34,7 +34,7 @@ pub enum Use {
 }
 
 /// A qemu-nbd. Ended in order when dropped, which waits for it.
-pub(crate) struct Server {
+pub(crate) struct QemuNbd {
     /// Its socket, which has no name any more.
     socket: OwnedFd,
     pidfd: OwnedFd,
@@ -42,17 +42,17 @@ pub(crate) struct Server {
     ended: Arc<Ended>,
 }
 
-/// Its error text, once it has ended.
+/// The error text of a qemu-nbd, once it has ended.
 #[derive(Default)]
 struct Ended {
     text: Mutex<Option<String>>,
     told: Condvar,
 }
 
-impl Server {
+impl QemuNbd {
     /// Starts it on the disk in `image`. It may still find that it cannot open that: then its connections end.
     /// With `place`, the socket keeps a name.
-    pub(crate) fn start(image: &File, access: Use, place: Option<&Path>) -> io::Result<Server> {
+    pub(crate) fn start(image: &File, access: Use, place: Option<&Path>) -> io::Result<QemuNbd> {
         let (listener, socket) = place.map_or_else(nameless_socket, socket_at)?;
         let mut command = command(image, access, place.is_some())?;
         command.stdin(OwnedFd::from(listener));
@@ -87,7 +87,7 @@ impl Server {
             end.told.notify_all();
         })?;
         let pidfd = told.recv().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()))?;
-        Ok(Server { socket, pidfd, keeper: Some(keeper), ended })
+        Ok(QemuNbd { socket, pidfd, keeper: Some(keeper), ended })
     }
 
     /// A path at which this process reaches its socket.
@@ -110,7 +110,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for QemuNbd {
     fn drop(&mut self) {
         self.signal(Signal::TERM);
         if self.last_words(ENDS_WITHIN).is_none() {

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use device::Disk;
-use qcow2::{Head, Image, Use};
+use qcow2::{Image, ImageHeader, Use};
 
 fn open(path: &Path) -> File {
     File::options().read(true).write(true).open(path).unwrap()
@@ -86,7 +86,12 @@ fn it_grows_and_shrinks_under_a_queue() {
     let mut write = |offset: u64| {
         let pieces = [device::Piece { offset, len: 4096 }].into_iter().collect();
         let buf = device::Buf::from(&[9; 4096][..]);
-        queue.submit(device::Request { kind: device::Kind::Write { fua: false }, pieces, buf, token: 1 });
+        queue.submit(device::Request {
+            kind: device::RequestKind::Write { fua: false },
+            pieces,
+            buf,
+            token: 1,
+        });
         queue.start();
         queue.complete(true).unwrap().result
     };
@@ -97,7 +102,7 @@ fn it_grows_and_shrinks_under_a_queue() {
     disk.resize(2 << 20).unwrap();
     assert!(write(2 << 20).is_err());
     assert_eq!(disk.len(), 2 << 20);
-    assert_eq!(Head::of(&open(&path)).unwrap().unwrap().size, 2 << 20);
+    assert_eq!(ImageHeader::of(&open(&path)).unwrap().unwrap().size, 2 << 20);
     let odd = disk.resize(1000).unwrap_err();
     assert!(odd.to_string().contains("512") && disk.read_at(0, &mut [0]).is_ok(), "{odd}");
 }

@@ -403,7 +403,7 @@ impl Replica {
         })
     }
 
-    /// The same of an export: what the journal does not write must be as it was, or it may be another disk under the old name.
+    /// How an export was changed beside own writes: what the journal does not write must be as it was, or another disk may have its name.
     fn beside_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Result<Option<Foreign>> {
         let Some(before) = self.lineage().stamp.as_ref().filter(|_| !journal.is_empty()) else {
             return Ok(Some(Foreign::Interrupted));

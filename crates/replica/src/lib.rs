@@ -5,11 +5,11 @@
 //! [`DeltaReceiver::finish`] commits. An interrupted delta is resumed by the next one.
 //!
 //! ```
-//! use replica::{Options, Replica};
+//! use replica::{Replica, ReplicaOptions};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let folder = tempfile::tempdir()?;
-//! let replica = Replica::open(&folder.path().join("vm.raw"), &Options::default())?;
+//! let replica = Replica::open(&folder.path().join("vm.raw"), &ReplicaOptions::default())?;
 //! assert!(replica.status().epoch.is_none(), "nothing was merged yet");
 //! # Ok(())
 //! # }
@@ -39,35 +39,35 @@ mod status;
 mod tests;
 
 pub use commit::accept::{Acceptable, accept_unwritten};
-pub use commit::batches::{BatchLog, Batches};
+pub use commit::batches::{BatchCommitter, BatchLog};
 pub use commit::given_up::has_dropped;
-pub use commit::receive::{Commit, Committed, DeltaReceiver};
+pub use commit::receive::{CommitMode, Committed, DeltaReceiver};
 pub use error::{ReplicaError, Result};
 #[doc(hidden)]
 pub use group::past::{FoundMembers, choose_members, past_of};
 pub use group::past::{GroupHistory, GroupMoment, find_group, group_history};
-pub use group::view::{Wanted, view_together};
+pub use group::view::{WantedGroup, view_together};
 pub use group::{Group, folder_of_replicas, name_in};
 pub use journal::unsure::UnsureSet;
 pub use known::origin::origin;
 pub use known::verdict::{Coverage, Verdict, verdict};
 pub use known::{Condition, KnownPast, KnownReplica, KnownReplicas};
-pub use moments::rewind::{History, history, history_at_work};
-pub use moments::view::{View, readers};
-pub use past::views::Reader;
-pub use past::{GivenUp, Moment};
-pub use replica::{Expected, Replica};
+pub use moments::rewind::{ReplicaPast, history, history_at_work};
+pub use moments::view::{MomentView, readers};
+pub use past::views::ReplicaReader;
+pub use past::{GivenUpPast, Moment};
+pub use replica::{ExpectedBytes, Replica};
 pub use roles::demoted::{Demotion, demotes_anew};
-pub use roles::promoted::{Outlook, promotes_still, to_promote};
 #[doc(hidden)]
-pub use roles::promoted::{promotes_still_by, to_promote_by};
+pub use roles::promoted::promotes_still_by;
+pub use roles::promoted::{Outlook, promotes_still, to_promote};
 pub use settled::{is_committing, settle};
 #[doc(hidden)]
 pub use state::destination::{Destination, DeviceDestination, Name};
-pub use state::intent::{Intent, Member, Membership};
+pub use state::intent::{Intent, Member, ReplicaMembership};
 pub use state::keep::{Keep, Span};
 pub use state::lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward, Unsure};
 pub use state::locate::inspect;
-pub use state::options::{Herald, Options, SourceTime};
+pub use state::options::{Herald, ReplicaOptions, SourceTime};
 pub use state::role::{Demoted, FIRST_TERM, GaveUp, Promoted, Released, Role};
 pub use status::Status;

@@ -7,14 +7,14 @@ use device::{Folder, FolderLock, Format};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::foreign::covered;
 use crate::journal::{ARRIVING, WHOLE};
-use crate::past::Settings;
+use crate::past::PastSettings;
 use crate::past::views::Views;
 use crate::replica::Replica;
 use crate::state::destination::{Destination, DeviceDestination, ExportDestination, FileDestination, Name};
 use crate::state::lineage::{Lineage, Stamp, Unsure};
-use crate::state::locate::{Kind, locate, moved_from, refuse_others_state};
+use crate::state::locate::{DestinationKind, locate, moved_from, refuse_others_state};
 use crate::state::note::{self, Foreign};
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 use crate::state::role::Promoted;
 
 /// Places at which a device is looked at before a first copy to it.
@@ -26,16 +26,16 @@ impl Replica {
     /// # Errors
     /// Refused if another process uses it, if it is not a replica and is not to be adopted or replaced, if it was changed by
     /// others, or if there is a delta that can neither be completed nor dropped.
-    pub fn open(path: &Path, options: &Options) -> Result<Replica> {
+    pub fn open(path: &Path, options: &ReplicaOptions) -> Result<Replica> {
         let (path, kind, folder_path) = locate(path, options)?;
-        if kind == Some(Kind::Other) {
+        if kind == Some(DestinationKind::Other) {
             return Err(ReplicaError::Refused(format!(
                 "{} is neither a file nor a block device: choose another path",
                 path.display()
             )));
         }
         // What is refused leaves no folder behind.
-        if kind == Some(Kind::File) && !options.replace && !folder_path.exists() {
+        if kind == Some(DestinationKind::File) && !options.replace && !folder_path.exists() {
             if options.adopt && path.metadata().is_ok_and(|file| file.len() == 0) {
                 return Err(ReplicaError::Refused(format!(
                     "{} is empty, so there is nothing to compare: remove it, and omit --adopt",
@@ -58,7 +58,7 @@ impl Replica {
             }
             let format = format_of(&path, kind, lineage.as_ref(), options)?;
             // Who else uses an export, only its server knows.
-            let local = kind.filter(|kind| *kind != Kind::Export);
+            let local = kind.filter(|kind| *kind != DestinationKind::Export);
             if let Some(user) = local.and_then(|_| device::in_use(&path)) {
                 return Err(ReplicaError::Busy { path: path.clone(), holder: user });
             }
@@ -79,8 +79,8 @@ impl Replica {
                 }
             })?;
             let destination: Box<dyn Destination> = match kind {
-                Some(Kind::Device) => Box::new(DeviceDestination::new(path.clone())?),
-                Some(Kind::Export) => Box::new(ExportDestination::new(&path, options.doubt)?),
+                Some(DestinationKind::Device) => Box::new(DeviceDestination::new(path.clone())?),
+                Some(DestinationKind::Export) => Box::new(ExportDestination::new(&path, options.doubt)?),
                 _ => Box::new(
                     FileDestination::new(path.clone(), format)
                         .map_err(io_error("open the folder of", &path))?,
@@ -108,12 +108,12 @@ impl Replica {
     /// Opens a destination, with its state in `folder`. Takes no lock.
     ///
     /// # Errors
-    /// As for [`Replica::open`].
+    /// As [`Replica::open`].
     #[doc(hidden)]
     pub fn begin(
         destination: Box<dyn Destination>,
         folder: Box<dyn Folder>,
-        options: &Options,
+        options: &ReplicaOptions,
     ) -> Result<Replica> {
         Replica::begin_read(destination, folder, options, Views::default())
     }
@@ -122,11 +122,11 @@ impl Replica {
     pub(crate) fn begin_read(
         destination: Box<dyn Destination>,
         folder: Box<dyn Folder>,
-        options: &Options,
+        options: &ReplicaOptions,
         views: Views,
     ) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
-        let settings = Settings::load(&*folder)?;
+        let settings = PastSettings::load(&*folder)?;
         let mut replica = Replica::new(destination, folder, lineage, options);
         *replica.views_mut() = views;
         if settings.as_ref().is_some_and(|settings| settings.dropped) {
@@ -269,7 +269,7 @@ impl Replica {
     }
 
     /// Fails if it was promoted since the last commit, and not opened to be adopted. To be asked before a
-    /// delta is taken where [`Options::doubt`] let that pass: doubt is for looking.
+    /// delta is taken where [`ReplicaOptions::doubt`] let that pass: doubt is for looking.
     ///
     /// # Errors
     /// [`ReplicaError::Promoted`].
@@ -284,9 +284,9 @@ impl Replica {
 /// How the disk at a path lies in its file, or will.
 fn format_of(
     path: &Path,
-    kind: Option<Kind>,
+    kind: Option<DestinationKind>,
     lineage: Option<&Lineage>,
-    options: &Options,
+    options: &ReplicaOptions,
 ) -> Result<Format> {
     let contradicts = |is: Format, what: &str| {
         let asked = options.format.filter(|asked| *asked != is)?;
@@ -296,8 +296,12 @@ fn format_of(
         )))
     };
     let (format, what) = match (lineage, kind) {
-        (_, Some(Kind::Device)) => (Format::Raw, "a device, whose bytes are those of the disk".to_owned()),
-        (_, Some(Kind::Export)) => (Format::Raw, "an export, whose bytes are those of the disk".to_owned()),
+        (_, Some(DestinationKind::Device)) => {
+            (Format::Raw, "a device, whose bytes are those of the disk".to_owned())
+        }
+        (_, Some(DestinationKind::Export)) => {
+            (Format::Raw, "an export, whose bytes are those of the disk".to_owned())
+        }
         (Some(lineage), there) if there.is_some() || !options.create => {
             (lineage.format, format!("a {} replica", lineage.format))
         }

@@ -12,12 +12,12 @@ use uuid::Uuid;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::unsure::{self, UnsureSet};
 use crate::journal::{ARRIVING, Contents, WHOLE};
-use crate::past::Settings;
+use crate::past::PastSettings;
 use crate::past::views::Views;
 use crate::state::destination::{Destination, Name};
 use crate::state::lineage::{Lineage, Position, Stamp, State, StepKind, Toward, Unsure};
 use crate::state::note::{Foreign, Working};
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 use crate::state::role::{FIRST_TERM, Role};
 use crate::status::Status;
 
@@ -34,11 +34,11 @@ pub struct Replica {
     kept: bool,
     /// The part of a delta in the journal.
     journal: Option<Contents>,
-    options: Options,
+    options: ReplicaOptions,
     /// What of its past is kept; `None` if nothing is.
-    settings: Option<Settings>,
+    settings: Option<PastSettings>,
     /// Bytes that the next delta is expected to bring.
-    expected: Expected,
+    expected: ExpectedBytes,
     /// Bytes that passes over a live disk have written for the next commit.
     passed: u64,
     /// A step in place is made durable every so many bytes.
@@ -52,7 +52,7 @@ pub struct Replica {
 
 /// What is known of the bytes of data that the next delta brings: where room is short, the past gives way only if that helps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Expected {
+pub enum ExpectedBytes {
     /// Nothing.
     #[default]
     Unknown,
@@ -85,7 +85,7 @@ struct Known {
     /// Own writes of an earlier process did not end in order.
     unclean: bool,
     /// Waits for the commit of the group.
-    prepared: Option<Prepared>,
+    prepared: Option<PreparedCommit>,
     /// The replica goes back to an earlier moment: none is dropped to make room.
     rewinds: bool,
     /// When the last of what is committed arrived, in seconds since 1970, if that was earlier than now.
@@ -99,7 +99,7 @@ struct Known {
 }
 
 /// A whole delta in the journal that waits for the commit of the group.
-pub(crate) struct Prepared {
+pub(crate) struct PreparedCommit {
     /// The journal.
     pub contents: Contents,
     /// What it makes of the replica.
@@ -122,7 +122,7 @@ impl Replica {
         destination: Box<dyn Destination>,
         folder: Box<dyn Folder>,
         lineage: Option<Lineage>,
-        options: &Options,
+        options: &ReplicaOptions,
     ) -> Replica {
         Replica {
             destination,
@@ -132,7 +132,7 @@ impl Replica {
             journal: None,
             options: options.clone(),
             settings: None,
-            expected: Expected::default(),
+            expected: ExpectedBytes::default(),
             passed: 0,
             save_bytes: SAVE_BYTES,
             known: Known::default(),
@@ -199,7 +199,7 @@ impl Replica {
         std::mem::replace(&mut self.journal, contents)
     }
 
-    pub(crate) fn options(&self) -> &Options {
+    pub(crate) fn options(&self) -> &ReplicaOptions {
         &self.options
     }
 
@@ -213,30 +213,30 @@ impl Replica {
     }
 
     /// What of its past is kept; `None` if nothing is.
-    pub(crate) fn settings(&self) -> Option<&Settings> {
+    pub(crate) fn settings(&self) -> Option<&PastSettings> {
         self.settings.as_ref()
     }
 
-    pub(crate) fn set_settings(&mut self, settings: Option<Settings>) {
+    pub(crate) fn set_settings(&mut self, settings: Option<PastSettings>) {
         self.settings = settings;
     }
 
     /// Bytes that the next delta brings at most; 0 if unknown.
     pub(crate) fn expected(&self) -> u64 {
         match self.expected {
-            Expected::AtMost(bytes) => bytes,
-            Expected::Unknown | Expected::Countable => 0,
+            ExpectedBytes::AtMost(bytes) => bytes,
+            ExpectedBytes::Unknown | ExpectedBytes::Countable => 0,
         }
     }
 
     /// True if a delta of unknown size may be counted first.
     pub(crate) fn counts(&self) -> bool {
-        self.expected == Expected::Countable
+        self.expected == ExpectedBytes::Countable
     }
 
     /// All of a delta was counted, and there may be room for it.
     pub(crate) fn counted(&mut self, bytes: u64) {
-        self.expected = Expected::AtMost(bytes);
+        self.expected = ExpectedBytes::AtMost(bytes);
     }
 
     /// A step in place is made durable every so many bytes.
@@ -252,7 +252,7 @@ impl Replica {
 
 /// What this process knows.
 impl Replica {
-    /// There was a replica, and its file is gone.
+    /// True if there was a replica, and its file is gone.
     pub(crate) fn is_gone(&self) -> bool {
         self.known.gone
     }
@@ -275,7 +275,7 @@ impl Replica {
     }
 
     /// What waits for the commit of the group.
-    pub(crate) fn prepared(&self) -> Option<&Prepared> {
+    pub(crate) fn prepared(&self) -> Option<&PreparedCommit> {
         self.known.prepared.as_ref()
     }
 
@@ -289,11 +289,11 @@ impl Replica {
         std::mem::take(&mut self.passed)
     }
 
-    pub(crate) fn set_prepared(&mut self, prepared: Option<Prepared>) {
+    pub(crate) fn set_prepared(&mut self, prepared: Option<PreparedCommit>) {
         self.known.prepared = prepared;
     }
 
-    pub(crate) fn take_prepared(&mut self) -> Option<Prepared> {
+    pub(crate) fn take_prepared(&mut self) -> Option<PreparedCommit> {
         self.known.prepared.take()
     }
 
@@ -380,7 +380,7 @@ impl Replica {
         self.known.unclean = unclean;
     }
 
-    /// The same, once.
+    /// True, once, if own writes of an earlier process did not end in order.
     pub(crate) fn take_unclean(&mut self) -> bool {
         std::mem::take(&mut self.known.unclean)
     }
@@ -431,8 +431,8 @@ impl Replica {
 
     /// Says how much the next delta brings, and, of a seed, the epochs that its source had before. Where [that was
     /// counted](crate::DeltaReceiver::is_counted), it stays known.
-    pub fn expect(&mut self, data: Expected, before: &[Epoch]) {
-        if data != Expected::Unknown {
+    pub fn expect(&mut self, data: ExpectedBytes, before: &[Epoch]) {
+        if data != ExpectedBytes::Unknown {
             self.expected = data;
         }
         self.known.before = before.to_vec();

@@ -10,7 +10,7 @@ use crate::replica::Replica;
 use crate::state::lineage::{Lineage, State, StepKind, Unsure};
 use crate::state::locate::{inspect, state_folder};
 use crate::state::note::Foreign;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 
 impl Lineage {
     /// Why the destination holds what its source never was at one moment, as the part of a sentence; `None` if it holds what
@@ -52,8 +52,8 @@ fn merges(folder: &Path, lineage: &Lineage) -> bool {
 /// makes of it. Takes no lock.
 ///
 /// # Errors
-/// As for [`inspect`].
-pub fn is_committing(path: &Path, lineage: &Lineage, options: &Options) -> Result<bool> {
+/// As [`inspect`].
+pub fn is_committing(path: &Path, lineage: &Lineage, options: &ReplicaOptions) -> Result<bool> {
     Ok(merges(&state_folder(path, options)?, lineage))
 }
 
@@ -62,7 +62,7 @@ pub fn is_committing(path: &Path, lineage: &Lineage, options: &Options) -> Resul
 ///
 /// # Errors
 /// Refused if it holds what its source never was; as for [`Replica::open`] if it cannot be completed.
-pub fn settle(path: &Path, options: &Options) -> Result<()> {
+pub fn settle(path: &Path, options: &ReplicaOptions) -> Result<()> {
     let Some(lineage) = inspect(path, options)? else { return Ok(()) };
     let folder = state_folder(path, options)?;
     let at = std::fs::canonicalize(path).map_err(io_error("find", path))?;
@@ -70,7 +70,7 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
     if lineage.role.promoted.is_some() || (is_as_it_was && !merges(&folder, &lineage)) {
         return Ok(());
     }
-    let replica = match Replica::open(path, &Options { doubt: true, ..options.clone() }) {
+    let replica = match Replica::open(path, &ReplicaOptions { doubt: true, ..options.clone() }) {
         // It was created where a replica was to be.
         Err(ReplicaError::NotAReplica(_)) => return Ok(()),
         opened => opened?,

@@ -43,7 +43,7 @@ pub struct Status {
     pub recovered: Option<String>,
     /// There was a replica, and its file is gone: another one begins only where that is asked for.
     pub gone: bool,
-    /// In what way others changed the destination since the last commit, where [`crate::Options::doubt`] let it pass.
+    /// In what way others changed the destination since the last commit, where [`crate::ReplicaOptions::doubt`] let it pass.
     pub changed: Option<String>,
     /// What it is, and the terms and epochs that go with that.
     #[serde(flatten)]

@@ -95,12 +95,12 @@ pub enum Commit {
     Reflink,
 }
 
-impl From<Commit> for sync::Commit {
-    fn from(commit: Commit) -> sync::Commit {
+impl From<Commit> for sync::CommitMode {
+    fn from(commit: Commit) -> sync::CommitMode {
         match commit {
-            Commit::Journal => sync::Commit::Journal,
-            Commit::InPlace => sync::Commit::InPlace,
-            Commit::Reflink => sync::Commit::Reflink,
+            Commit::Journal => sync::CommitMode::Journal,
+            Commit::InPlace => sync::CommitMode::InPlace,
+            Commit::Reflink => sync::CommitMode::Reflink,
         }
     }
 }

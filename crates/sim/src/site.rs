@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex};
 
 use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
-use replica::{FoundMembers, Group, Intent, KnownReplicas, Lineage, Options, Replica, ReplicaError};
+use replica::{FoundMembers, Group, Intent, KnownReplicas, Lineage, Replica, ReplicaError, ReplicaOptions};
 use source::{
-    About, Backing, Gap, Handle, History, Members, Membership, Source, SourceError, SourceOptions, Succession,
+    Backing, Gap, Handle, History, Members, Source, SourceError, SourceMembership, SourceMetadata,
+    SourceOptions, Succession,
 };
 use sync::{Site, SyncError};
 use trackers::TrackedDisk;
@@ -105,8 +106,8 @@ impl SimSite {
         let backing = SimBacking::new(held, &self.process, &reader, IMAGES, name);
         let identity = backing.identity()?;
         let about = match source::about_in(&*folder)? {
-            Some(known) => About { identity, ..known },
-            None => About::new(self.fresh, identity, BLOCK as u32),
+            Some(known) => SourceMetadata { identity, ..known },
+            None => SourceMetadata::new(self.fresh, identity, BLOCK as u32),
         };
         source::write_about(&*folder, &about)?;
         let options =
@@ -134,15 +135,15 @@ impl Site for SimSite {
         None
     }
 
-    fn opening(&self, _journal_dir: Option<&Path>) -> Options {
-        Options::default()
+    fn opening(&self, _journal_dir: Option<&Path>) -> ReplicaOptions {
+        ReplicaOptions::default()
     }
 
-    fn lineage(&self, path: &Path, _options: &Options) -> replica::Result<Option<Lineage>> {
+    fn lineage(&self, path: &Path, _options: &ReplicaOptions) -> replica::Result<Option<Lineage>> {
         Lineage::load(&self.folder_named(&folder_of(&name_of(path))))
     }
 
-    fn open(&self, path: &Path, options: &Options) -> replica::Result<Replica> {
+    fn open(&self, path: &Path, options: &ReplicaOptions) -> replica::Result<Replica> {
         let name = name_of(path);
         let target = if self.is_device(&name) { Target::Device } else { Target::File };
         World::open_replica(&self.process, target, &name, options)
@@ -153,13 +154,13 @@ impl Site for SimSite {
         Ok(())
     }
 
-    fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError> {
+    fn source(&self, what: &str) -> Result<Option<(PathBuf, SourceMetadata)>, SourceError> {
         let place = source_folder(&name_of(Path::new(what)));
         let about = source::about_in(&self.folder_named(&place))?;
         Ok(about.map(|about| (PathBuf::from(place), about)))
     }
 
-    fn sources(&self) -> Result<Vec<About>, SourceError> {
+    fn sources(&self) -> Result<Vec<SourceMetadata>, SourceError> {
         let all = self.disks().into_iter().map(|name| self.source(&name));
         Ok(all.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().map(|(_, about)| about).collect())
     }
@@ -199,7 +200,7 @@ impl Site for SimSite {
         Ok(true)
     }
 
-    fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
+    fn doubt(&self, place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
         let (name, place) = (name_of(&about.path), place.to_string_lossy());
         let held = Held::take(&self.process, &place).ok_or_else(|| busy(&name))?;
         let reader = Arc::new(Mutex::new(self.process.clone()));
@@ -210,7 +211,7 @@ impl Site for SimSite {
     fn written_since(
         &self,
         place: &Path,
-        about: &About,
+        about: &SourceMetadata,
         history: &History,
         into: &Bitmap,
     ) -> Result<Option<Gap>, SourceError> {
@@ -225,12 +226,12 @@ impl Site for SimSite {
         Ok(Some("nothing records its writes".into()))
     }
 
-    fn is_recorded(&self, _place: &Path, _about: &About) -> Result<bool, SourceError> {
+    fn is_recorded(&self, _place: &Path, _about: &SourceMetadata) -> Result<bool, SourceError> {
         // All of them are served.
         Ok(true)
     }
 
-    fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError> {
+    fn forget(&self, place: &Path, about: &SourceMetadata) -> Result<(), SourceError> {
         if self.served.contains_key(&name_of(&about.path)) {
             return Err(SourceError::Refused("it is being served".into()));
         }
@@ -264,7 +265,7 @@ impl Site for SimSite {
     }
 
     fn members(&self, group: &Group, dir: &Path, apart: bool) -> replica::Result<Vec<Replica>> {
-        let options = (&Options::default(), apart);
+        let options = (&ReplicaOptions::default(), apart);
         group.open_found(dir, self.found(dir)?, options, &|path, options| self.open(path, options))
     }
 
@@ -278,7 +279,7 @@ impl Site for SimSite {
         for disk in self.disks() {
             let Some((place, about)) = self.source(&disk)? else { continue };
             let folder = self.folder_named(&place.to_string_lossy());
-            if let Some(group) = Membership::read(&folder)?.filter(|group| group.name == name) {
+            if let Some(group) = SourceMembership::read(&folder)?.filter(|group| group.name == name) {
                 members.push((place, about, group));
             }
         }
@@ -290,7 +291,7 @@ impl Site for SimSite {
         Ok(())
     }
 
-    fn join_group(&self, path: &Path, group: Membership) -> Result<bool, SourceError> {
+    fn join_group(&self, path: &Path, group: SourceMembership) -> Result<bool, SourceError> {
         let folder = self.folder_named(&source_folder(&name_of(path)));
         source::join_in(&folder, path, group, &|name| self.group_members(name))
     }

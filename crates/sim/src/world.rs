@@ -9,7 +9,7 @@ use std::time::Duration;
 use device::{DiskKind, Identity};
 use link::Link;
 use replica::{Destination, Replica, Status, UnsureSet};
-use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
+use source::{CutOptions, FreezeMode, Handle, Live, Source, SourceError, SourceMetadata};
 use sync::SyncError;
 use testing::Random;
 use uuid::Uuid;
@@ -314,7 +314,7 @@ impl World {
         lock(&self.moments).add(content);
     }
 
-    fn about(&self) -> About {
+    fn about(&self) -> SourceMetadata {
         let kind = if self.cell.origin.is_device() { DiskKind::Block } else { DiskKind::File };
         let path = self.near.scratch.join(DISK);
         let identity = Identity {
@@ -327,14 +327,14 @@ impl World {
             mtime_ns: 0,
             ctime_ns: 0,
         };
-        About { path, ..About::new(self.uuid, identity, BLOCK as u32) }
+        SourceMetadata { path, ..SourceMetadata::new(self.uuid, identity, BLOCK as u32) }
     }
 
     /// What is written down of the source, as a real one has it from its first opening on.
-    fn known(&self, folder: &SimFolder, uuid: Uuid) -> Result<About, SourceError> {
-        let about = About { uuid, ..self.about() };
+    fn known(&self, folder: &SimFolder, uuid: Uuid) -> Result<SourceMetadata, SourceError> {
+        let about = SourceMetadata { uuid, ..self.about() };
         if let Some(known) = source::about_in(folder)? {
-            return Ok(About { lives: known.lives, ..about });
+            return Ok(SourceMetadata { lives: known.lives, ..about });
         }
         source::write_about(folder, &about)?;
         Ok(about)
@@ -487,7 +487,7 @@ impl World {
         far: &Arc<Process>,
         target: Target,
         name: &str,
-        options: &replica::Options,
+        options: &replica::ReplicaOptions,
     ) -> replica::Result<Replica> {
         let folder = SimFolder::new(far, &folder_of(name));
         let busy = || replica::ReplicaError::Busy { path: name.into(), holder: "another process".into() };
@@ -515,7 +515,7 @@ impl World {
             &process,
             self.cell.target,
             &self.replicas[which].name,
-            &replica::Options::default(),
+            &replica::ReplicaOptions::default(),
         );
         let found = opened.map(|replica| {
             let content = replica.content().ok().and_then(|disk| {
@@ -700,7 +700,7 @@ impl World {
         let process = self.far.process();
         let name = &self.replicas[which].name;
         let result = sync::merge_over(
-            || Self::open_replica(&process, self.cell.target, name, &replica::Options::default()),
+            || Self::open_replica(&process, self.cell.target, name, &replica::ReplicaOptions::default()),
             self.cell.commit.into(),
             delta,
         );

@@ -4,7 +4,7 @@ use std::error::Error;
 
 use device::Disk;
 use extents::Bitmap;
-use source::{Position, Source, SourceOptions, StateDir};
+use source::{KnownPosition, Source, SourceOptions, StateDir};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let [image, state] = [1, 2].map(|n| std::env::args().nth(n).expect("usage: changes IMAGE STATE-DIR"));
@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let block_size = source.about().block_size;
     let changed = Bitmap::new(source.disk().len().div_ceil(block_size.into()));
-    let since = [Position { epoch: before, upto: u64::MAX }];
+    let since = [KnownPosition { epoch: before, upto: u64::MAX }];
     source.with_history(|history| history.changes_since(&since, block_size, &changed))?;
     println!(
         "blocks changed from epoch {} to {}: {:?}",

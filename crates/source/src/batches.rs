@@ -11,17 +11,17 @@ use extents::Bitmap;
 use lineage::Lives;
 
 use crate::SourceError;
-use crate::control::{Client, ServedBatch};
+use crate::control::{ControlClient, ServedBatch};
 use crate::disk::backing::Backing;
-use crate::record::state::About;
+use crate::record::state::SourceMetadata;
 use crate::views::courtesy::Courtesy;
 use crate::views::shared::View;
 
 /// Follows a source that a server writes.
-pub struct Batches {
-    client: Client,
+pub struct BatchFollower {
+    client: ControlClient,
     disk: Arc<dyn Disk>,
-    about: About,
+    about: SourceMetadata,
     courtesy: Arc<Courtesy>,
 }
 
@@ -38,17 +38,17 @@ pub struct Batch {
     number: u64,
 }
 
-impl Batches {
+impl BatchFollower {
     pub(crate) fn begin(
-        client: Client,
+        client: ControlClient,
         backing: &dyn Backing,
-        about: &About,
+        about: &SourceMetadata,
         courtesy: &Arc<Courtesy>,
-    ) -> Result<Batches, SourceError> {
+    ) -> Result<BatchFollower, SourceError> {
         let direct = client.follow()?;
         // Recent writes are in the page cache; a direct read would wait until they are on disk.
         let disk = if direct { backing.reader()? } else { backing.cached_reader()? };
-        Ok(Batches { client, disk, about: about.clone(), courtesy: courtesy.clone() })
+        Ok(BatchFollower { client, disk, about: about.clone(), courtesy: courtesy.clone() })
     }
 
     /// Blocks written since the last batch.

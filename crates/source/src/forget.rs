@@ -5,17 +5,17 @@ use std::path::Path;
 use device::{Dir, FolderLock};
 
 use crate::SourceError;
-use crate::control::Client;
+use crate::control::ControlClient;
 use crate::disk::discard::remove;
 use crate::record::bookmarks::Bookmarks;
-use crate::record::state::{About, StateDir};
+use crate::record::state::{SourceMetadata, StateDir};
 use crate::record::tally::Tally;
 
 /// Forgets the source whose folder is `place`: its history, its bookmarks and its record. Its disk is not touched.
 ///
 /// # Errors
 /// `Refused` or `Busy` while it is served, tracked in the kernel, or held by another command.
-pub fn forget_source(state: &StateDir, place: &Path, about: &About) -> Result<(), SourceError> {
+pub fn forget_source(state: &StateDir, place: &Path, about: &SourceMetadata) -> Result<(), SourceError> {
     if let Some(why) = in_use(place, about)? {
         return Err(SourceError::Refused(why));
     }
@@ -26,9 +26,9 @@ pub fn forget_source(state: &StateDir, place: &Path, about: &About) -> Result<()
 }
 
 /// Why a source cannot be forgotten now, and what to do first; `None` if it can.
-pub fn in_use(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
+pub fn in_use(place: &Path, about: &SourceMetadata) -> Result<Option<String>, SourceError> {
     let path = about.path.display();
-    if Client::connect(place)?.is_some() {
+    if ControlClient::connect(place)?.is_some() {
         return Ok(Some(format!("{path} is being served: stop its server first")));
     }
     // A disk that is gone is not tracked.
@@ -42,7 +42,7 @@ pub fn in_use(place: &Path, about: &About) -> Result<Option<String>, SourceError
 ///
 /// # Errors
 /// If that cannot be asked.
-pub fn is_recorded(place: &Path, about: &About) -> Result<bool, SourceError> {
+pub fn is_recorded(place: &Path, about: &SourceMetadata) -> Result<bool, SourceError> {
     Ok(crate::was_served(place) || in_use(place, about)?.is_some())
 }
 
@@ -50,13 +50,13 @@ pub fn is_recorded(place: &Path, about: &About) -> Result<bool, SourceError> {
 ///
 /// # Errors
 /// `Unknown` if there is none of that name; `Busy` while a command holds the source.
-pub fn forget_bookmark(place: &Path, about: &About, name: &str) -> Result<(), SourceError> {
+pub fn forget_bookmark(place: &Path, about: &SourceMetadata, name: &str) -> Result<(), SourceError> {
     let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
     let known = Bookmarks::read(&folder)?;
     let name = known.named(name).map_or(name, |(key, _)| key);
     if known.named(name).is_none() && Tally::read(place, name).is_first_copy() {
         // It has no bookmark yet.
-    } else if let Some(client) = Client::connect(place)? {
+    } else if let Some(client) = ControlClient::connect(place)? {
         client.forget_bookmark(name)?;
     } else {
         let _lock = held(place, about)?;
@@ -66,7 +66,7 @@ pub fn forget_bookmark(place: &Path, about: &About, name: &str) -> Result<(), So
     Ok(())
 }
 
-fn held(place: &Path, about: &About) -> Result<FolderLock, SourceError> {
+fn held(place: &Path, about: &SourceMetadata) -> Result<FolderLock, SourceError> {
     let taken = FolderLock::take(place).map_err(SourceError::state("lock", place))?;
     taken.map_err(|holder| SourceError::Busy { path: about.path.clone(), holder })
 }

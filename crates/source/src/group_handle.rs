@@ -5,7 +5,7 @@ use delta::Epoch;
 use extents::Bitmap;
 
 use crate::SourceError;
-use crate::control::group::{Membership, check_name, in_another, join_in, record_commit, record_cut};
+use crate::control::group::{SourceMembership, check_name, in_another, join_in, record_commit, record_cut};
 use crate::handle::Handle;
 use crate::live::{Cut, CutOptions, Live};
 use crate::views::shared::View;
@@ -28,7 +28,8 @@ impl GroupHandle {
     pub fn new(name: &str, members: Vec<Handle>) -> Result<GroupHandle, SourceError> {
         check_name(name)?;
         let file = |member: &Handle| {
-            let group = Membership::read(member.folder())?.unwrap_or_else(|| Membership::first(name));
+            let group =
+                SourceMembership::read(member.folder())?.unwrap_or_else(|| SourceMembership::first(name));
             Ok::<_, SourceError>(group.file_of(&member.about().path))
         };
         let files = members.iter().map(file).collect::<Result<_, _>>()?;
@@ -42,7 +43,7 @@ impl GroupHandle {
     pub fn joining(name: &str, members: Vec<(Handle, String)>) -> Result<GroupHandle, SourceError> {
         check_name(name)?;
         for (member, _) in &members {
-            let other = Membership::read(member.folder())?.filter(|group| group.name != name);
+            let other = SourceMembership::read(member.folder())?.filter(|group| group.name != name);
             other.map_or(Ok(()), |group| Err(in_another(&member.about().path, &group.name)))?;
         }
         let (members, files) = members.into_iter().unzip();
@@ -64,11 +65,15 @@ impl GroupHandle {
         if !self.joins {
             return Ok(());
         }
-        let known = self.members.iter().map(|member| Membership::read(member.folder()));
+        let known = self.members.iter().map(|member| SourceMembership::read(member.folder()));
         let known = known.collect::<Result<Vec<_>, _>>()?;
         let promotion = known.iter().flatten().find_map(|group| group.promotion);
         for (member, file) in self.members.iter().zip(&self.files) {
-            let group = Membership { file: Some(file.clone()), promotion, ..Membership::first(&self.name) };
+            let group = SourceMembership {
+                file: Some(file.clone()),
+                promotion,
+                ..SourceMembership::first(&self.name)
+            };
             join_in(member.folder(), &member.about().path, group, &|_| Ok(Vec::new()))?;
         }
         Ok(())
@@ -98,12 +103,12 @@ impl GroupHandle {
         ))
     }
 
-    /// Its name.
+    /// The name of the group.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its members.
+    /// The sources of the group.
     pub fn members(&self) -> &[Handle] {
         &self.members
     }
@@ -140,7 +145,7 @@ impl GroupHandle {
     /// Like [`GroupHandle::cut`], for disks tracked in the kernel: the last pass of each, with the blocks in `also`, all as of one moment.
     ///
     /// # Errors
-    /// As for [`Live::cut`].
+    /// As [`Live::cut`].
     pub fn cut_live(&self, also: &[Bitmap], options: &CutOptions) -> Result<(Epoch, Vec<Cut>), SourceError> {
         let lives: Vec<&Live> = self.members.iter().filter_map(Handle::live).collect();
         let members: Vec<_> = lives.into_iter().zip(also).collect();

@@ -9,9 +9,9 @@ use extents::Bitmap;
 use lineage::{Lives, Point};
 use trackers::LastWriteTime;
 
-use crate::batches::Batches;
-use crate::control::group::Membership;
-use crate::control::{Client, ServedView, Status, status};
+use crate::batches::BatchFollower;
+use crate::control::group::SourceMembership;
+use crate::control::{ControlClient, ServedView, ServerStatus, status};
 use crate::disk::backing::{Backing, PathBacking};
 use crate::disk::clones;
 use crate::disk::export::unrecorded;
@@ -19,10 +19,10 @@ use crate::disk::moments;
 use crate::live::Live;
 use crate::peek::is_cloned;
 use crate::record::bookmarks::{Bookmarks, Reached};
-use crate::record::history::{History, Position};
+use crate::record::history::{History, KnownPosition};
 use crate::record::lives;
 use crate::record::stamp::ImageStamp;
-use crate::record::state::{About, StateDir, about_in};
+use crate::record::state::{SourceMetadata, StateDir, about_in};
 use crate::record::tally::Counter;
 use crate::source::{Source, SourceOptions};
 use crate::views::courtesy::{Courtesy, Feels};
@@ -31,7 +31,7 @@ use crate::{Gap, SourceError};
 
 /// A source, to be copied from.
 pub struct Handle {
-    about: About,
+    about: SourceMetadata,
     folder: Arc<dyn Folder>,
     backing: Arc<dyn Backing>,
     holder: Holder,
@@ -39,7 +39,7 @@ pub struct Handle {
 }
 
 /// What a replica lacks for a view.
-pub struct Changes {
+pub struct MissingChanges {
     /// Blocks, of the source's block size.
     pub blocks: Bitmap,
     /// The epochs at which the replica may be, ascending; the last is the view's.
@@ -47,7 +47,7 @@ pub struct Changes {
     history: History,
 }
 
-impl Changes {
+impl MissingChanges {
     /// Bytes of the source at an epoch.
     pub fn size_at(&self, epoch: &Epoch) -> Option<u64> {
         self.history.size_at(epoch)
@@ -57,11 +57,11 @@ impl Changes {
 enum Holder {
     Here(Box<Source>),
     Live(Box<Live>),
-    Server(Client, Connect),
+    Server(ControlClient, Connect),
 }
 
 /// Connects to the server again.
-type Connect = Box<dyn Fn() -> Result<Option<Client>, SourceError> + Send + Sync>;
+type Connect = Box<dyn Fn() -> Result<Option<ControlClient>, SourceError> + Send + Sync>;
 
 impl Handle {
     /// Opens the source of a path or export name: through its server if one runs, else by holding it
@@ -108,7 +108,7 @@ impl Handle {
         let (folder, backing) = source.parts();
         let about = source.about().clone();
         let source = source.clone();
-        let connect: Connect = Box::new(move || Client::within(&source).map(Some));
+        let connect: Connect = Box::new(move || ControlClient::within(&source).map(Some));
         let client = connect()?.ok_or_else(|| SourceError::Server("it is not served".into()))?;
         let holder = Holder::Server(client, connect);
         Ok(Handle { about, folder, backing, holder, courtesy: Courtesy::none() })
@@ -158,10 +158,10 @@ impl Handle {
 
     fn served(state: &StateDir, what: &str) -> Result<Option<Handle>, SourceError> {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
-        let Some(client) = Client::connect(&place)? else { return Ok(None) };
+        let Some(client) = ControlClient::connect(&place)? else { return Ok(None) };
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
         let backing = Arc::new(PathBacking::new(about.identity.clone(), &place, about.format));
-        let connect: Connect = Box::new(move || Client::connect(&place));
+        let connect: Connect = Box::new(move || ControlClient::connect(&place));
         let felt = LastWriteTime::felt_in(&folder).ok();
         let courtesy = Arc::new(Courtesy::new(felt.map(|felt| Box::new(move || felt.read()) as Feels)));
         let holder = Holder::Server(client, connect);
@@ -190,7 +190,7 @@ impl Handle {
     }
 
     /// What the source's folder says of it.
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &SourceMetadata {
         &self.about
     }
 
@@ -257,10 +257,10 @@ impl Handle {
     }
 
     /// How the tracker is.
-    pub fn status(&self) -> Result<Status, SourceError> {
+    pub fn status(&self) -> Result<ServerStatus, SourceError> {
         match &self.holder {
             Holder::Here(source) => Ok(status(source)?.0),
-            Holder::Live(live) => Ok(Status {
+            Holder::Live(live) => Ok(ServerStatus {
                 size: live.size(),
                 process: std::process::id(),
                 dirty: live.dirty()?.count(),
@@ -295,7 +295,11 @@ impl Handle {
     }
 
     /// The view that a server has made: an epoch, a size, and what is saved.
-    fn view_over(&self, client: &Client, (epoch, size, saved): ServedView) -> Result<View, SourceError> {
+    fn view_over(
+        &self,
+        client: &ControlClient,
+        (epoch, size, saved): ServedView,
+    ) -> Result<View, SourceError> {
         let disk = self.backing.reader()?;
         if disk.len() < size {
             return Err(SourceError::Moved(self.about.path.clone()));
@@ -373,7 +377,7 @@ impl Handle {
     }
 
     /// What its folder says of it now.
-    fn known(&self) -> Result<About, SourceError> {
+    fn known(&self) -> Result<SourceMetadata, SourceError> {
         Ok(about_in(&*self.folder)?.unwrap_or_else(|| self.about.clone()))
     }
 
@@ -408,7 +412,7 @@ impl Handle {
     }
 
     /// Checks that what a replica with these positions lacks is known, as far as possible before a checkpoint.
-    pub fn reaches(&self, positions: &[Position]) -> Result<(), SourceError> {
+    pub fn reaches(&self, positions: &[KnownPosition]) -> Result<(), SourceError> {
         self.history()?.reaches(positions)?;
         match self.lost()? {
             Some(why) => {
@@ -433,7 +437,11 @@ impl Handle {
     }
 
     /// What a replica with these positions lacks for the view.
-    pub fn changes_since(&self, positions: &[Position], view: &View) -> Result<Changes, SourceError> {
+    pub fn changes_since(
+        &self,
+        positions: &[KnownPosition],
+        view: &View,
+    ) -> Result<MissingChanges, SourceError> {
         let block_size = self.about.block_size;
         if let Some(ahead) = positions.iter().find(|p| p.epoch.number > view.epoch().number) {
             return Err(SourceError::Refused(format!(
@@ -452,7 +460,7 @@ impl Handle {
             let since = positions.last().map_or(0, |p| p.epoch.number);
             return Err(SourceError::Lost { since, why: "a part of the history is unreadable".into() });
         }
-        Ok(Changes { blocks: changes, chain, history })
+        Ok(MissingChanges { blocks: changes, chain, history })
     }
 
     /// A bit for each block of so many bytes, none of them set.
@@ -462,7 +470,7 @@ impl Handle {
     }
 
     /// What a sync would find now, without taking a checkpoint.
-    pub fn estimate(&self, positions: &[Position]) -> Result<Bitmap, SourceError> {
+    pub fn estimate(&self, positions: &[KnownPosition]) -> Result<Bitmap, SourceError> {
         self.reaches(positions)?;
         let block_size = self.about.block_size;
         let size = self.backing.identity()?.size;
@@ -481,7 +489,7 @@ impl Handle {
     /// # Errors
     /// `Lost` where that is not known, `Unknown` or `Foreign` where the epoch is of another history.
     pub fn written_after(&self, epoch: &Epoch) -> Result<(Bitmap, Vec<Epoch>), SourceError> {
-        let changes = self.estimate(&[Position { epoch: *epoch, upto: u64::MAX }])?;
+        let changes = self.estimate(&[KnownPosition { epoch: *epoch, upto: u64::MAX }])?;
         let history = self.history()?;
         let infos = history.epochs();
         let spanned = infos.iter().filter(|info| info.epoch.number >= epoch.number);
@@ -491,7 +499,7 @@ impl Handle {
         }
         let scratch = Bitmap::try_new(changes.blocks()).map_err(SourceError::memory(&self.about.path))?;
         let chain = history.changes_since(
-            &[Position { epoch: *epoch, upto: u64::MAX }],
+            &[KnownPosition { epoch: *epoch, upto: u64::MAX }],
             self.about.block_size,
             &scratch,
         )?;
@@ -528,12 +536,12 @@ impl Handle {
     ///
     /// # Errors
     /// `Refused` if the source is not served: only a server knows what is written within an epoch.
-    pub fn follow(&self) -> Result<Batches, SourceError> {
+    pub fn follow(&self) -> Result<BatchFollower, SourceError> {
         match &self.holder {
             Holder::Server(_, connect) => {
                 let client = connect()?
                     .ok_or_else(|| SourceError::Server("the server of the source ended: run again".into()))?;
-                Batches::begin(client, &*self.backing, &self.about, &self.courtesy)
+                BatchFollower::begin(client, &*self.backing, &self.about, &self.courtesy)
             }
             Holder::Here(_) | Holder::Live(_) => Err(SourceError::Refused(format!(
                 "{} is not served, so writes within an epoch are not known: serve it with \"dsync serve\"",
@@ -580,7 +588,7 @@ impl Handle {
     /// # Errors
     /// If that cannot be read.
     pub fn group(&self) -> Result<Option<String>, SourceError> {
-        Ok(Membership::read(&*self.folder)?.map(|group| group.name))
+        Ok(SourceMembership::read(&*self.folder)?.map(|group| group.name))
     }
 
     /// The bookmarks of replicas, and the named checkpoints.
@@ -602,7 +610,7 @@ fn refuse_member(state: &StateDir, what: &str, options: &SourceOptions) -> Resul
     let Some(told) = &options.told else { return Ok(()) };
     let Some((place, about)) = state.source(what)? else { return Ok(()) };
     let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
-    let group = Membership::read(&folder)?.filter(|group| told.group.as_ref() != Some(&group.name));
+    let group = SourceMembership::read(&folder)?.filter(|group| told.group.as_ref() != Some(&group.name));
     group.map_or(Ok(()), |group| Err(moments::refuse_member(&about.path, &group.name)))
 }
 

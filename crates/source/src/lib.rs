@@ -43,13 +43,14 @@ mod succeed;
 mod track;
 mod views;
 
-pub use batches::{Batch, Batches};
+pub use batches::{Batch, BatchFollower};
 pub use control::group::{
-    Members, Membership, SourceGroup, check_name, check_promotion, group_members, join_group, leave_group,
+    Members, SourceGroup, SourceMembership, check_name, check_promotion, group_members, join_group,
+    leave_group,
 };
 #[doc(hidden)]
 pub use control::group::{join_in, leave_in};
-pub use control::{Client, ControlServer, Status};
+pub use control::{ControlClient, ControlServer, ServerStatus};
 pub use device::Boot;
 pub use disk::backing::{Backing, disk_in, read_image};
 pub use disk::clones::Around;
@@ -61,17 +62,17 @@ pub use error::SourceError;
 pub use forget::{forget_bookmark, forget_source, in_use, is_recorded};
 pub use gap::Gap;
 pub use group_handle::GroupHandle;
-pub use handle::{Changes, Handle};
+pub use handle::{Handle, MissingChanges};
 pub use live::convergence::Convergence;
-pub use live::freeze::{Freeze, FreezeError, Prepared};
+pub use live::freeze::{Freeze, FreezeError, PreparedFreeze};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
-pub use peek::{KeptClone, Written, doubt, lost, was_served, written_since};
+pub use peek::{KeptClone, SourceWrites, doubt, lost, was_served, written_since};
 pub use record::bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
-pub use record::history::trail::{Step, Trail, leave_trail, note_step};
-pub use record::history::{EpochInfo, History, Position};
+pub use record::history::trail::{Trail, TrailStep, leave_trail, note_step};
+pub use record::history::{EpochInfo, History, KnownPosition};
 pub use record::lives::lives;
 pub use record::overwritten::overwritten;
-pub use record::state::{About, StateDir, Survey, export_name, file_name};
+pub use record::state::{SourceMetadata, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]
 pub use record::state::{about_in, write_about};
 pub use record::tally::{Counter, LastFailure, LastVerify, Tally, Work};

@@ -7,12 +7,12 @@ use extents::Bitmap;
 use serde::Serialize;
 use trackers::{TrackedDisk, Tracker};
 
-use crate::control::Client;
+use crate::control::ControlClient;
 use crate::disk::clones;
 use crate::live::OTHER_HISTORY;
 use crate::record::history::History;
 use crate::record::stamp::ImageStamp;
-use crate::record::state::About;
+use crate::record::state::SourceMetadata;
 use crate::source::Source;
 use crate::{Gap, SourceError};
 
@@ -21,8 +21,8 @@ use crate::{Gap, SourceError};
 ///
 /// # Errors
 /// If its state cannot be read, or its server or its tracker fails.
-pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<Gap>, SourceError> {
-    if let Some(client) = Client::connect(place)? {
+pub fn lost(place: &Path, about: &SourceMetadata, history: &History) -> Result<Option<Gap>, SourceError> {
+    if let Some(client) = ControlClient::connect(place)? {
         return Ok(client.status(history)?.lost);
     }
     match trackers::find(&about.path)? {
@@ -43,7 +43,7 @@ fn opened(place: &Path) -> Result<Dir, SourceError> {
 ///
 /// # Errors
 /// If its state or its disk cannot be looked at.
-pub fn doubt(place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
+pub fn doubt(place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
     Source::doubt(place, about)
 }
 
@@ -64,7 +64,7 @@ pub struct KeptClone {
 
 /// What is known of the writes to a source since its last epoch.
 #[derive(Debug)]
-pub struct Written {
+pub struct SourceWrites {
     /// Why they are not known; `None` if they are.
     pub unknown: Option<Gap>,
     /// What its clone takes, if it is tracked by clones.
@@ -77,7 +77,11 @@ pub(crate) fn is_cloned(place: &Path) -> bool {
 }
 
 /// Why the record of a tracker does not say what was written since the last epoch of this history.
-fn record_lost(tracker: &dyn Tracker, about: &About, history: &History) -> Result<Option<Gap>, SourceError> {
+fn record_lost(
+    tracker: &dyn Tracker,
+    about: &SourceMetadata,
+    history: &History,
+) -> Result<Option<Gap>, SourceError> {
     if let Some(why) = tracker.lost()? {
         return Ok(Some(why.into()));
     }
@@ -92,10 +96,10 @@ fn record_lost(tracker: &dyn Tracker, about: &About, history: &History) -> Resul
 /// If the source's server or its tracker fails.
 pub fn written_since(
     place: &Path,
-    about: &About,
+    about: &SourceMetadata,
     history: &History,
     into: &Bitmap,
-) -> Result<Written, SourceError> {
+) -> Result<SourceWrites, SourceError> {
     let folder = opened(place)?;
     let cloned = clones::written(&folder, history, &about.path)?;
     let clone = cloned.as_ref().map(|found| KeptClone {
@@ -120,17 +124,17 @@ pub fn written_since(
             Some("writes to the source are not recorded at present".into())
         }
     };
-    Ok(Written { unknown, clone })
+    Ok(SourceWrites { unknown, clone })
 }
 
 /// Adds what a server or a tracker has recorded, and returns why that is not known; `None` if there is neither.
 fn recorded_since(
     place: &Path,
-    about: &About,
+    about: &SourceMetadata,
     history: &History,
     into: &Bitmap,
 ) -> Result<Option<Option<Gap>>, SourceError> {
-    if let Some(client) = Client::connect(place)? {
+    if let Some(client) = ControlClient::connect(place)? {
         let lost = client.status(history)?.lost;
         if lost.is_none() {
             client.dirty(into)?;

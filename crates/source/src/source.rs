@@ -13,7 +13,7 @@ use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, WriteWatch}
 use extents::Bitmap;
 use lineage::Point;
 use qcow2::Use;
-use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
+use trackers::{CowStore, Follower, Frozen, LastWriteTime, TrackOptions, TrackedDisk};
 use uuid::Uuid;
 
 use crate::disk::backing::{Backing, PathBacking, disk_in, open_image};
@@ -24,10 +24,10 @@ use crate::disk::moments::{self, MomentBacking, NewMoment, Told};
 use crate::disk::outside::Outside;
 use crate::disk::rests::Rests;
 use crate::record::bookmarks::{Bookmarks, Reached};
-use crate::record::history::{History, Position};
-use crate::record::lives::{self, Batches};
-use crate::record::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, UNRECORDED, Verdict};
-use crate::record::state::{About, StateDir, about_in, write_about};
+use crate::record::history::{History, KnownPosition};
+use crate::record::lives::{self, BatchNumbers};
+use crate::record::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, StampVerdict, UNRECORDED};
+use crate::record::state::{SourceMetadata, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
 use crate::views::courtesy::{Courtesy, Feels};
 use crate::views::shared::View;
@@ -60,7 +60,7 @@ pub struct SourceOptions {
     pub allow_shrink: bool,
     /// The most bytes that one view may save.
     pub view_limit: u64,
-    /// False omits the write-intent log; see [`Settings::intents`].
+    /// False omits the write-intent log; see [`TrackOptions::intents`].
     pub intents: bool,
     /// Region size of the write-intent log in bytes.
     pub region: u64,
@@ -84,7 +84,7 @@ impl Default for SourceOptions {
             allow_shrink: false,
             view_limit: SourceOptions::VIEW_LIMIT,
             intents: true,
-            region: Settings::REGION,
+            region: TrackOptions::REGION,
             sweep_every: SourceOptions::SWEEP_EVERY,
         }
     }
@@ -116,9 +116,9 @@ impl SourceOptions {
     }
 
     /// How its disk is tracked. `lost`: what was written is not known, so nothing can be lost by a smaller disk.
-    fn settings(&self, block_size: u32, lost: bool, clock: Clock) -> Settings {
+    fn settings(&self, block_size: u32, lost: bool, clock: Clock) -> TrackOptions {
         let allow_shrink = self.allow_shrink || lost;
-        Settings { block_size, region: self.region, intents: self.intents, allow_shrink, clock }
+        TrackOptions { block_size, region: self.region, intents: self.intents, allow_shrink, clock }
     }
 }
 
@@ -148,7 +148,7 @@ pub struct BatchChanges {
 
 /// A source, held. Its lock is free again when this is dropped; [`Source::close`] ends it cleanly.
 pub struct Source {
-    about: About,
+    about: SourceMetadata,
     folder: Arc<dyn Folder>,
     backing: Arc<dyn Backing>,
     disk: TrackedDisk,
@@ -162,7 +162,7 @@ pub struct Source {
     /// Until when mirrors have brought replicas up to date, in seconds since 1970. An inner lock.
     mirrored: Mutex<BTreeMap<String, u64>>,
     /// An inner lock.
-    batches: Mutex<Batches>,
+    batches: Mutex<BatchNumbers>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
     /// Created by this command, which only reads: removed again if it has no epoch.
@@ -192,7 +192,7 @@ impl Views {
 pub(crate) struct Parts {
     /// Who says what was written before.
     pub outside: Option<Outside>,
-    pub about: About,
+    pub about: SourceMetadata,
     pub disk: Arc<dyn Disk>,
     pub folder: Arc<dyn Folder>,
     pub backing: Box<dyn Backing>,
@@ -384,7 +384,8 @@ impl Source {
             (None, None) => SourceOptions::block_size_for(disk.len()),
         };
         check_block_size(block_size)?;
-        let about = About { format, ..About::new(uuid, disk_in(identity, format)?, block_size) };
+        let about =
+            SourceMetadata { format, ..SourceMetadata::new(uuid, disk_in(identity, format)?, block_size) };
         let about = match known {
             // Read again: the process that held it may have begun a life.
             Some((_, known)) => about.in_term_of(about_in(&*folder)?.unwrap_or(known)),
@@ -441,7 +442,7 @@ impl Source {
         identity: &Identity,
         last: Option<Epoch>,
         trust_device: bool,
-    ) -> Result<(Verdict, u64, Option<u64>), SourceError> {
+    ) -> Result<(StampVerdict, u64, Option<u64>), SourceError> {
         let served = LastWriteTime::open(folder, backing.clock())
             .map_err(SourceError::state("open", folder.path()))?;
         let last_write = LastWrite {
@@ -456,11 +457,11 @@ impl Source {
         let missing = Self::missing(folder, stamp.as_ref(), last.map_or(0, |last| last.number))?;
         let lost = moments::elsewhere(folder, last)?.or(missing.map(Gap::from));
         let verdict = match (lost, stamp) {
-            (Some(why), _) => Verdict::Lost(why),
-            (None, None) => Verdict::New,
+            (Some(why), _) => StampVerdict::Lost(why),
+            (None, None) => StampVerdict::New,
             (None, Some(stamp)) => match stamp.verdict(identity, &backing.boot(), last_write, trust_device) {
-                Verdict::Lost(why) => {
-                    Verdict::Lost(stamp.other(identity, &backing.boot(), served.last()).unwrap_or(why))
+                StampVerdict::Lost(why) => {
+                    StampVerdict::Lost(stamp.other(identity, &backing.boot(), served.last()).unwrap_or(why))
                 }
                 verdict => verdict,
             },
@@ -469,7 +470,7 @@ impl Source {
     }
 
     /// Why the record of a source that no process holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
-    pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
+    pub(crate) fn doubt(place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
         if device::is_export(&about.path) {
             return Ok(Some(UNRECORDED.into()));
         }
@@ -483,27 +484,27 @@ impl Source {
         if ImageStamp::read(folder)?.is_none() {
             return Ok(Some("writes to the source are not recorded at present".into()));
         }
-        let look = || -> Result<Verdict, SourceError> {
+        let look = || -> Result<StampVerdict, SourceError> {
             let last = History::read(folder)?.last();
             if let Some(why) = moments::elsewhere(folder, last)? {
-                return Ok(Verdict::Lost(why));
+                return Ok(StampVerdict::Lost(why));
             }
             Ok(Self::verdict(folder, backing, &backing.identity()?, last, false)?.0)
         };
         let verdict = match look()? {
             // A command that holds it may have ended an epoch between two looks.
-            Verdict::Lost(_) | Verdict::Unproven { .. } => look()?,
+            StampVerdict::Lost(_) | StampVerdict::Unproven { .. } => look()?,
             other => other,
         };
         Ok(match verdict {
-            Verdict::Lost(why) | Verdict::Unproven { why, .. } => Some(why),
-            Verdict::New | Verdict::Trusted { .. } => None,
+            StampVerdict::Lost(why) | StampVerdict::Unproven { why, .. } => Some(why),
+            StampVerdict::New | StampVerdict::Trusted { .. } => None,
         })
     }
 
     /// Opens a source from its parts: the disk, the folder of its state, and what is to know of the medium. Takes no lock.
     pub fn over(
-        about: About,
+        about: SourceMetadata,
         disk: Arc<dyn Disk>,
         folder: Arc<dyn Folder>,
         backing: Box<dyn Backing>,
@@ -529,8 +530,8 @@ impl Source {
             Self::verdict(&**folder, &**backing, identity, last, options.trust_device)?;
         let verdict = match (&parts.outside, unmade, recorded) {
             (Some(outside), _, recorded) => outside.verdict(recorded),
-            (None, Some(why), Verdict::Lost(Gap::Told(_))) => {
-                Verdict::Lost(format!("no clone of it could be made: {why}").into())
+            (None, Some(why), StampVerdict::Lost(Gap::Told(_))) => {
+                StampVerdict::Lost(format!("no clone of it could be made: {why}").into())
             }
             (None, _, recorded) => recorded,
         };
@@ -546,7 +547,7 @@ impl Source {
     /// Opens a source by a verdict on its record, the size that its image had, and the times of a foreign write.
     pub(crate) fn begin(
         parts: Parts,
-        (verdict, was, foreign): (Verdict, u64, Option<u64>),
+        (verdict, was, foreign): (StampVerdict, u64, Option<u64>),
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
         let Parts { outside, mut about, disk, folder, backing, history, identity } = parts;
@@ -556,7 +557,7 @@ impl Source {
         }
         let mut lost = verdict.loss();
         // What only reads leaves the record to one that is told that it holds, as long as it ends no epoch.
-        let mut spared = options.read_only && matches!(verdict, Verdict::Unproven { .. });
+        let mut spared = options.read_only && matches!(verdict, StampVerdict::Unproven { .. });
         let closed = ImageStamp::read(&*folder)?;
         let is_cloned = matches!(outside, Some(Outside::Clone(_)));
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
@@ -576,8 +577,8 @@ impl Source {
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = match verdict {
-            Verdict::Trusted { power_lost } => (true, power_lost),
-            Verdict::Unproven { power_lost, .. } if spared => (true, power_lost),
+            StampVerdict::Trusted { power_lost } => (true, power_lost),
+            StampVerdict::Unproven { power_lost, .. } if spared => (true, power_lost),
             _ => (false, false),
         };
         if !trusted {
@@ -633,7 +634,7 @@ impl Source {
     }
 
     /// What the source's folder says of it.
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &SourceMetadata {
         &self.about
     }
 
@@ -760,7 +761,7 @@ impl Source {
         if now.path != epochs.stamp.identity.path {
             // A branch may have been noted since it was opened.
             let known = about_in(&*self.folder)?.unwrap_or_else(|| self.about.clone());
-            let about = About { path: now.path.clone(), identity: now.clone(), ..known };
+            let about = SourceMetadata { path: now.path.clone(), identity: now.clone(), ..known };
             write_about(&*self.folder, &about)?;
             epochs.stamp.identity.path.clone_from(&now.path);
         }
@@ -919,7 +920,7 @@ impl Source {
         let mut epochs = self.epochs();
         let bookmarks = Bookmarks::read(&*self.folder)?;
         let (checkpoint, _) = self.end_epoch(&mut epochs, true, None)?;
-        let known = |epoch: Epoch| epochs.history.reaches(&[Position { epoch, upto: u64::MAX }]).is_ok();
+        let known = |epoch: Epoch| epochs.history.reaches(&[KnownPosition { epoch, upto: u64::MAX }]).is_ok();
         let since = bookmarks.checkpoints().filter(|(_, b)| known(b.epoch));
         let since = since
             .map(|(name, b)| (name.clone(), ChangesSince { epoch: b.epoch, changes: Mutex::default() }))
@@ -1153,13 +1154,13 @@ fn open_disk(
         return Ok((disk, backing));
     }
     if let Some(shown) = options.elsewhere() {
-        let opening = device::Options { write: false, direct: options.direct, exclusive: false };
+        let opening = device::DiskOptions { write: false, direct: options.direct, exclusive: false };
         let backing = PathBacking::new(device::identity(shown)?, folder.path(), Format::Raw);
         let backing = MomentBacking::new(path, Box::new(backing), options.told.as_ref())?;
         return Ok((device::open(shown, &opening)?, Box::new(backing)));
     }
     let backing = PathBacking::new(identity, folder.path(), format);
-    let opening = device::Options { write: !options.read_only, direct: options.direct, exclusive: false };
+    let opening = device::DiskOptions { write: !options.read_only, direct: options.direct, exclusive: false };
     let (access, serves) = match options.read_only {
         true => (Use::Read, None),
         false => (Use::Write, Some(folder.path())),
@@ -1174,7 +1175,11 @@ fn open_disk(
 }
 
 /// How the disk at a path lies in its file.
-fn format_of(path: &Path, known: Option<&About>, options: &SourceOptions) -> Result<Format, SourceError> {
+fn format_of(
+    path: &Path,
+    known: Option<&SourceMetadata>,
+    options: &SourceOptions,
+) -> Result<Format, SourceError> {
     let Some(known) = known else { return Ok(options.format.unwrap_or_default()) };
     let contradicts = match options.format.filter(|asked| *asked != known.format) {
         Some(asked) => format!("and --format {asked} was given"),

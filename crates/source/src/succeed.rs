@@ -18,8 +18,8 @@ use crate::disk::backing::{Backing, PathBacking, open_image};
 use crate::disk::discard::clear;
 use crate::record::history::History;
 use crate::record::history::trail::Trail;
-use crate::record::stamp::Verdict;
-use crate::record::state::{ABOUT, About, StateDir, write_about};
+use crate::record::stamp::StampVerdict;
+use crate::record::state::{ABOUT, SourceMetadata, StateDir, write_about};
 use crate::source::{Parts, Source, SourceOptions};
 
 /// What a replica takes over from its source.
@@ -51,7 +51,7 @@ impl Succession {
     /// True if this is the source that it makes, made to the end: the promotion is the last that led to it. What its history still
     /// knows does not tell.
     #[doc(hidden)]
-    pub fn is_done(&self, about: &About) -> bool {
+    pub fn is_done(&self, about: &SourceMetadata) -> bool {
         let promotion = self.lives.lives().first();
         (about.uuid, about.term) == (self.uuid, self.term)
             && promotion.is_some_and(|promotion| about.lives.left(promotion.life).is_some())
@@ -82,7 +82,7 @@ pub fn succeed(state: &StateDir, path: &Path, succession: &Succession) -> Result
         Err(holder) => return Err(SourceError::Busy { path: identity.path, holder }),
     };
     let backing = PathBacking::new(identity.clone(), folder.path(), succession.format);
-    let reading = device::Options { write: false, direct: false, exclusive: false };
+    let reading = device::DiskOptions { write: false, direct: false, exclusive: false };
     let (disk, backing): (Arc<dyn Disk>, _) = match succession.format {
         Format::Raw => (device::open(&identity.path, &reading)?, backing),
         // The replica that holds it may have it open.
@@ -136,13 +136,13 @@ pub fn succeed_in(
     clear(&*folder).map_err(SourceError::state("clear", folder.path()))?;
     let identity = backing.identity()?;
     let Succession { uuid, term, base, block_size, .. } = *succession;
-    let about = About {
+    let about = SourceMetadata {
         term,
         began: Some(base),
         gave_up: succession.gave_up,
         format: succession.format,
         lives: succession.lives.clone(),
-        ..About::new(uuid, identity.clone(), block_size)
+        ..SourceMetadata::new(uuid, identity.clone(), block_size)
     };
     let changes = succession.changes.as_ref().map_err(|why| why.as_str().into());
     let way = (&succession.trail, base);
@@ -159,7 +159,7 @@ pub fn succeed_in(
     };
     let options = SourceOptions { read_only: true, ..SourceOptions::default() };
     // The replica was just seen to be what its lineage says, and is held.
-    let found = (Verdict::Trusted { power_lost: false }, 0, None);
+    let found = (StampVerdict::Trusted { power_lost: false }, 0, None);
     Source::begin(parts, found, &options)?.close()?;
     write_about(&*folder, &about)
 }

@@ -7,7 +7,7 @@ use delta::Epoch;
 use device::{Dir, FolderLock};
 
 use crate::SourceError;
-use crate::control::Client;
+use crate::control::ControlClient;
 use crate::disk::clones;
 use crate::record::stamp::ImageStamp;
 use crate::record::state::StateDir;
@@ -24,7 +24,7 @@ pub fn track_by_clones(
     block_size: Option<u32>,
 ) -> Result<(Epoch, Duration), SourceError> {
     if let Some((place, about)) = state.source(&image.to_string_lossy())? {
-        if Client::connect(&place)?.is_some() {
+        if ControlClient::connect(&place)?.is_some() {
             return Err(SourceError::Refused(format!(
                 "{} is being served, so its writes are recorded already",
                 about.path.display()

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Disk, Identity, RamDisk};
 use extents::Bitmap;
-use source::{About, Backing, Boot, History, Position, Source, SourceError, SourceOptions};
+use source::{Backing, Boot, History, KnownPosition, Source, SourceError, SourceMetadata, SourceOptions};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power, is_cut};
 use testing::{Random, rounds, seed};
 use uuid::Uuid;
@@ -66,7 +66,7 @@ impl Machine {
         self.start_in(Arc::new(folder), power, intents)
     }
 
-    /// The same over a folder that outlives the process.
+    /// Starts a source whose folder outlives the process.
     fn start_in(
         &self,
         folder: Arc<FaultyFolder>,
@@ -74,9 +74,9 @@ impl Machine {
         intents: bool,
     ) -> Result<(Source, Arc<FaultyDisk>), SourceError> {
         let disk = Arc::new(FaultyDisk::new(power, self.ram.clone()));
-        let about = About {
+        let about = SourceMetadata {
             path: self.temp.path().join("image"),
-            ..About::new(self.uuid, self.identity.clone(), BLOCK as u32)
+            ..SourceMetadata::new(self.uuid, self.identity.clone(), BLOCK as u32)
         };
         let backing = Still {
             identity: self.identity.clone(),
@@ -116,7 +116,7 @@ fn live(
                 let checkpoint = source.checkpoint(false)?;
                 // A sync: what changed since the replica's epoch is copied from the view, here the disk itself.
                 let changes = Bitmap::new(blocks);
-                let since = replica.at.map(|epoch| Position { epoch, upto: SIZE });
+                let since = replica.at.map(|epoch| KnownPosition { epoch, upto: SIZE });
                 match since {
                     Some(position) => {
                         source.with_history(|h| h.changes_since(&[position], BLOCK as u32, &changes))?;
@@ -162,7 +162,7 @@ fn missed(machine: &Machine, replica: &Replica, touched: &[u64], intents: bool) 
     let (source, _disk) = began.unwrap_or_else(|e| panic!("what a crash has left is not opened: {e}"));
     source.checkpoint(false).unwrap();
     let changes = Bitmap::new(SIZE.div_ceil(BLOCK));
-    let position = Position { epoch, upto: SIZE };
+    let position = KnownPosition { epoch, upto: SIZE };
     source.with_history(|h| h.changes_since(&[position], BLOCK as u32, &changes)).unwrap();
     let differs = |block: &&u64| match replica.blocks.get(block) {
         Some(content) => *content != machine.block(**block),
@@ -228,7 +228,7 @@ fn a_power_cut_loses_nothing_whatever_reached_the_disks() {
     }
 }
 
-/// The same with the write-intent log off must fail, or the test above shows nothing.
+/// The test above shows something: with the write-intent log off, changes are lost.
 #[test]
 fn without_the_intent_log_a_power_cut_loses_changes() {
     let base = seed("without_the_intent_log");

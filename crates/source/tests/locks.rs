@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use device::{Buf, Disk, Kind, Piece, Request};
-use source::{Client, ControlServer, History, Source, SourceOptions, StateDir};
+use device::{Buf, Disk, Piece, Request, RequestKind};
+use source::{ControlClient, ControlServer, History, Source, SourceOptions, StateDir};
 
 /// Long enough for any answer, on a busy machine too.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -21,7 +21,7 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
     // Nobody looks for the completion: the write stays inside the gate.
     let mut queue = Arc::new(source.disk().clone()).queue(4).unwrap();
     queue.submit(Request {
-        kind: Kind::Write { fua: false },
+        kind: RequestKind::Write { fua: false },
         pieces: [Piece { offset: 4096, len: 4096 }].into_iter().collect(),
         buf: Buf::new(4096),
         token: 0,
@@ -47,7 +47,7 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
         tell.send("all that is dirty").unwrap();
         let folder = asking.folder().path().to_path_buf();
         let history = History::read(asking.folder()).unwrap();
-        Client::connect(&folder).unwrap().unwrap().status(&history).unwrap();
+        ControlClient::connect(&folder).unwrap().unwrap().status(&history).unwrap();
         tell.send("the status").unwrap();
         asking.disk().sweep(10).unwrap();
         tell.send("a sweep that finds nothing idle").unwrap();

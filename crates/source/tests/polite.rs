@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use device::{Buf, Disk, Kind, Piece, Queue, Request};
+use device::{Buf, Disk, Piece, Queue, Request, RequestKind};
 use source::{ControlServer, Handle, Source, SourceOptions, StateDir, View};
 
 /// Long enough for anything, on a busy machine too.
 const LIMIT: Duration = Duration::from_secs(15);
 const READ: u64 = 64 << 10;
 
-fn request(kind: Kind, offset: u64, len: u64) -> Request {
+fn request(kind: RequestKind, offset: u64, len: u64) -> Request {
     let mut buf = Buf::new(len as usize);
     buf.set_len(len as usize);
     Request { kind, pieces: [Piece { offset, len }].into_iter().collect(), buf, token: 0 }
@@ -26,7 +26,7 @@ fn run(queue: &mut dyn Queue, request: Request) {
 /// Reads 16 pieces, of which each may wait.
 fn read(view: &Arc<View>) {
     let mut queue = view.clone().queue(4).unwrap();
-    (0..16).for_each(|at| run(&mut *queue, request(Kind::Read, at * READ, READ)));
+    (0..16).for_each(|at| run(&mut *queue, request(RequestKind::Read, at * READ, READ)));
 }
 
 /// A served disk; its state, to be attached to; and what serves it.
@@ -57,7 +57,7 @@ impl Scene {
             scope.spawn(|| {
                 let mut queue = Arc::new(self.source.disk().clone()).queue(1).unwrap();
                 while writes.load(Relaxed) {
-                    run(&mut *queue, request(Kind::Write { fua: false }, 1 << 20, 4096));
+                    run(&mut *queue, request(RequestKind::Write { fua: false }, 1 << 20, 4096));
                 }
             });
             let done = what();
@@ -118,7 +118,9 @@ fn a_reader_for_whom_much_is_saved_waits_for_nobody() {
     let view = Arc::new(open.view.clone());
     scene.beside_a_guest(|| read_until_it_waits(&view));
     let mut queue = Arc::new(scene.source.disk().clone()).queue(1).unwrap();
-    (0..8).for_each(|at| run(&mut *queue, request(Kind::Write { fua: false }, (2 << 20) + at * 4096, 4096)));
+    (0..8).for_each(|at| {
+        run(&mut *queue, request(RequestKind::Write { fua: false }, (2 << 20) + at * 4096, 4096))
+    });
     assert!(view.kept_bytes() >= 32 << 10, "{} bytes are saved", view.kept_bytes());
     let before = view.waits();
     scene.beside_a_guest(|| (0..4).for_each(|_| read(&view)));

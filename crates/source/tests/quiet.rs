@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use device::{Dir, Disk};
 use extents::Bitmap;
-use source::{About, CutOptions, Live};
+use source::{CutOptions, Live, SourceMetadata};
 use trackers::{TrackError, Tracker};
 use uuid::Uuid;
 
@@ -105,12 +105,12 @@ fn a_write_in_flight_is_no_writer_and_one_to_the_same_block_is() {
         return testing::skipped("cuts of a raw disk", "they need root and a loop device");
     };
     let path = device.device().to_path_buf();
-    let options = device::Options { write: false, direct: true, exclusive: false };
+    let options = device::DiskOptions { write: false, direct: true, exclusive: false };
     let writes = Arc::new(AtomicBool::new(false));
     let writer = std::fs::File::options().write(true).open(&path).unwrap();
     let disk = Slow { disk: device::open(&path, &options).unwrap(), device: writer, writes: writes.clone() };
     let identity = device::identity(&path).unwrap();
-    let about = About { path, ..About::new(Uuid::from_u128(5), identity, 4096) };
+    let about = SourceMetadata { path, ..SourceMetadata::new(Uuid::from_u128(5), identity, 4096) };
     let state = Arc::new(Dir::open(&folder.path().join("state")).unwrap());
     let live = Live::over(about, Arc::new(disk), state, Box::<Stuck>::default()).unwrap();
     let cut = live.cut(&Bitmap::new(BLOCKS), &CutOptions::default()).unwrap();

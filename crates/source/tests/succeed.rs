@@ -5,7 +5,9 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Disk, Identity, RamDisk};
 use extents::Bitmap;
-use source::{About, Backing, Boot, History, Position, Source, SourceError, SourceOptions, Succession};
+use source::{
+    Backing, Boot, History, KnownPosition, Source, SourceError, SourceMetadata, SourceOptions, Succession,
+};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use uuid::Uuid;
 
@@ -67,7 +69,7 @@ impl Machine {
 
     fn start(&self, power: &Power) -> Result<Source, SourceError> {
         let disk = Arc::new(FaultyDisk::new(power, self.ram.clone()));
-        let about = About::new(self.uuid, self.identity.clone(), BLOCK as u32);
+        let about = SourceMetadata::new(self.uuid, self.identity.clone(), BLOCK as u32);
         Source::over(about, disk, self.folder(power)?, self.backing(), &SourceOptions::default())
     }
 
@@ -89,7 +91,7 @@ impl Machine {
         source.disk().write_at(9 * BLOCK, &[2; 4096]).unwrap();
         source.checkpoint(false).unwrap();
         let blocks = Bitmap::new(BLOCKS);
-        let position = Position { epoch: at, upto: BLOCKS * BLOCK };
+        let position = KnownPosition { epoch: at, upto: BLOCKS * BLOCK };
         let found = source.with_history(|h: &History| h.changes_since(&[position], BLOCK as u32, &blocks));
         Some(found.map(|_| blocks.runs().flatten().collect()).map_err(|error| error.to_string()))
     }

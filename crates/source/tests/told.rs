@@ -8,8 +8,8 @@ use delta::Epoch;
 use device::{Disk, Identity, RamDisk};
 use extents::{Bitmap, Extents};
 use source::{
-    About, Backing, Boot, ChangeList, Handle, Position, Source, SourceError, SourceOptions, StateDir, Still,
-    Told, ToldChanges,
+    Backing, Boot, ChangeList, Handle, KnownPosition, Source, SourceError, SourceMetadata, SourceOptions,
+    StateDir, Still, Told, ToldChanges,
 };
 use testing::faulty::{FaultyFolder, Keep, Outage, Power};
 use uuid::Uuid;
@@ -66,7 +66,7 @@ impl Machine {
     fn open(&self, power: &Power, told: Option<Told>) -> Result<Source, SourceError> {
         let folder = FaultyFolder::new(power, &self.temp.path().join("state"))
             .map_err(|error| SourceError::State { what: "open", path: self.temp.path().into(), error })?;
-        let about = About::new(self.uuid, self.identity.clone(), BLOCK as u32);
+        let about = SourceMetadata::new(self.uuid, self.identity.clone(), BLOCK as u32);
         let disk: Arc<dyn Disk> = Arc::new(RamDisk::new(SIZE));
         let boot = format!("boot {}", self.boots);
         let backing = Written { identity: self.identity.clone(), boot, disk: disk.clone() };
@@ -92,7 +92,7 @@ impl Machine {
         let folder = FaultyFolder::new(&power, &self.temp.path().join("state")).unwrap();
         let history = source::History::read(&folder).unwrap();
         let changes = Bitmap::new(SIZE / BLOCK);
-        let position = Position { epoch: since, upto: SIZE };
+        let position = KnownPosition { epoch: since, upto: SIZE };
         history.changes_since(&[position], BLOCK as u32, &changes).ok()?;
         Some(changes.runs().flatten().collect())
     }

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use device::{Disk, Identity};
 use extents::Bitmap;
-use source::{About, Backing, Boot, Handle, Position, Source, SourceError, SourceOptions, StateDir};
+use source::{
+    Backing, Boot, Handle, KnownPosition, Source, SourceError, SourceMetadata, SourceOptions, StateDir,
+};
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 256 * BLOCK;
@@ -37,14 +39,14 @@ impl Scene {
     }
 }
 
-fn since(source: &Source, position: Position) -> Result<Vec<u64>, SourceError> {
+fn since(source: &Source, position: KnownPosition) -> Result<Vec<u64>, SourceError> {
     let changes = Bitmap::new(SIZE / BLOCK);
     source.with_history(|h| h.changes_since(&[position], BLOCK as u32, &changes))?;
     Ok(changes.runs().flatten().collect())
 }
 
-fn first(source: &Source) -> Position {
-    Position { epoch: source.checkpoint(false).unwrap().epoch, upto: SIZE }
+fn first(source: &Source) -> KnownPosition {
+    KnownPosition { epoch: source.checkpoint(false).unwrap().epoch, upto: SIZE }
 }
 
 /// Longer than a tick of the clock by which files are stamped.
@@ -333,7 +335,7 @@ fn a_change_behind_the_back_of_a_reader_is_a_gap() {
     let attach =
         || Handle::attach(&scene.state, &scene.image.to_string_lossy(), &SourceOptions::default()).unwrap();
     let handle = attach();
-    let at = Position { epoch: handle.view(false).unwrap().epoch(), upto: SIZE };
+    let at = KnownPosition { epoch: handle.view(false).unwrap().epoch(), upto: SIZE };
     handle.close().unwrap();
     some_ticks();
     let handle = attach();
@@ -446,7 +448,7 @@ impl Backing for Machine {
         Ok(self.identity()?.ctime_ns)
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        Ok(device::open(&self.image, &device::Options::default())?)
+        Ok(device::open(&self.image, &device::DiskOptions::default())?)
     }
 }
 
@@ -458,8 +460,8 @@ fn an_image_that_a_power_cut_set_back_behind_its_history_is_a_gap() {
         Arc::new(device::Dir::open(&scene.image.with_file_name("kept")).unwrap());
     let open = |boot, changed| {
         let machine = Machine { image: scene.image.clone(), boot, changed };
-        let about = About::new(uuid::Uuid::nil(), machine.identity().unwrap(), BLOCK as u32);
-        let options = device::Options { write: true, ..Default::default() };
+        let about = SourceMetadata::new(uuid::Uuid::nil(), machine.identity().unwrap(), BLOCK as u32);
+        let options = device::DiskOptions { write: true, ..Default::default() };
         let disk = device::open(&scene.image, &options).unwrap();
         Source::over(about, disk, folder.clone(), Box::new(machine), &SourceOptions::default()).unwrap()
     };

@@ -250,7 +250,7 @@ impl Since {
         Since { reaches: bytes.is_some(), has: bytes.is_some(), bytes: bytes.flatten(), doubted: false }
     }
 
-    /// It is known what was written to it since an epoch that both have.
+    /// True if it is known what was written to this source since an epoch that both have.
     pub(crate) fn tells(&self) -> bool {
         self.reaches && !self.doubted && self.bytes.is_some()
     }

@@ -109,7 +109,7 @@ pub enum SyncError {
 }
 
 impl SyncError {
-    /// Its class.
+    /// The class of the error, from which the exit code follows.
     pub fn class(&self) -> Class {
         let refused = match self {
             SyncError::Conflict(Conflict::Lost { .. })

@@ -15,19 +15,19 @@ pub struct Extent {
 
 /// Extents that were found: all are counted, the first ones listed.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct Extents {
+pub struct ListedExtents {
     /// How many there are.
     pub extents: u64,
     /// Bytes in all of them.
     pub bytes: u64,
-    /// The first ones, at most [`Extents::LISTED`].
+    /// The first ones, at most [`ListedExtents::LISTED`].
     pub list: Vec<Extent>,
     /// Where the last one ends.
     #[serde(skip)]
     end: Option<u64>,
 }
 
-impl Extents {
+impl ListedExtents {
     /// The most extents that are listed.
     pub const LISTED: usize = 1000;
 
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn extents_are_counted_and_so_many_listed() {
-        let mut extents = Extents::default();
+        let mut extents = ListedExtents::default();
         extents.add(&(0..10));
         extents.add(&(10..30));
         extents.add(&(40..50));
@@ -66,7 +66,7 @@ mod tests {
             extents.add(&(n * 10 + 5..n * 10 + 6));
         }
         assert_eq!((extents.extents, extents.bytes), (4992, 40 + 4990 * 6));
-        assert_eq!(extents.list.len(), Extents::LISTED);
+        assert_eq!(extents.list.len(), ListedExtents::LISTED);
         assert!(extents.list[2..].iter().all(|e| e.bytes == 6));
     }
 }

@@ -54,13 +54,13 @@ pub use conflict::{Conflict, Diverged, Divergence, Since, with_ends};
 pub use cut_hook::CutHook;
 pub use delta::Method;
 pub use error::{Class, SyncError};
-pub use extents::{Extent, Extents};
+pub use extents::{Extent, ListedExtents};
 pub use mirror::batching::Batching;
 pub use mirror::group::{GroupEvent, GroupMirror, GroupMirrorSummary};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
 pub use options::{GiveUp, LiveOptions, SyncOptions, Unreadable, Way};
 pub use plan::facts::PULLED;
-pub use replica::{Commit, Keep};
+pub use replica::{CommitMode, Keep};
 pub use replica_end::allowed_paths::AllowedPaths;
 #[doc(hidden)]
 pub use replica_end::far::merge_over;
@@ -69,7 +69,7 @@ pub use replica_end::pull::{Pull, PullClient, PullContext, SourceInfo, SourceReq
 #[doc(hidden)]
 pub use replica_end::receive::receive_over;
 pub use replica_end::receive::{receive, receive_within};
-pub use report::{GivenUp, Progress, Summary};
+pub use report::{GivenUpWrites, Progress, Summary};
 pub use roles::attach::{ToldMember, attach, attach_group, attach_told_group, follow, follow_group, resized};
 pub use roles::demote::{DemoteOptions, DemoteSummary, LastSync, demote};
 pub use roles::group_demote::{Afterwards, LastGroupSync, demote_group};

@@ -8,7 +8,7 @@ use compare::rolling::InPlace;
 use delta::Method;
 use device::Format;
 use link::Pace;
-use replica::{Commit, Keep};
+use replica::{CommitMode, Keep};
 use serde::{Deserialize, Serialize};
 use source::CutOptions;
 
@@ -22,7 +22,7 @@ pub struct SyncOptions {
     /// How to find the changes. `None`: the tracker's record, a comparison where it has a gap, a copy for a new replica.
     pub method: Option<Method>,
     /// The commit mode.
-    pub commit: Commit,
+    pub commit: CommitMode,
     /// How the disk is to lie in the replica's file. `None`: as it does, and in a new one as its name says.
     #[serde(skip)]
     pub format: Option<Format>,
@@ -134,6 +134,6 @@ pub struct LiveOptions {
 impl SyncOptions {
     /// On one host, without a journal, a dense region is copied whole: that costs less than picking blocks.
     pub(crate) fn fills(&self) -> bool {
-        !self.way.may_be_cut() && self.commit == Commit::InPlace
+        !self.way.may_be_cut() && self.commit == CommitMode::InPlace
     }
 }

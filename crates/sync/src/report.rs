@@ -9,9 +9,9 @@ use std::time::Instant;
 use delta::{Frame, Method};
 use link::Traffic;
 use serde::{Deserialize, Serialize};
-use source::About;
+use source::SourceMetadata;
 
-use crate::extents::Extents;
+use crate::extents::ListedExtents;
 
 /// Progress of a transfer: bytes done, bytes in total.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
@@ -65,9 +65,9 @@ pub struct Summary {
     /// What became of the digests that were to be kept.
     pub digests: Option<String>,
     /// What could not be read at the source, and is missing at the replica.
-    pub unreadable: Extents,
+    pub unreadable: ListedExtents,
     /// What could not be read at the replica, and was sent, whatever it held.
-    pub unreadable_there: Extents,
+    pub unreadable_there: ListedExtents,
     /// What opening the replica had to mend.
     pub recovered: Option<String>,
     /// What the replica's side says of the commit.
@@ -78,7 +78,7 @@ pub struct Summary {
     #[serde(default)]
     pub reads_waited: u64,
     /// What the destination gave up first, by its user's consent.
-    pub given_up: Option<GivenUp>,
+    pub given_up: Option<GivenUpWrites>,
     /// Bytes in which the replica differed when it was verified last, and when, if that was not repaired since.
     #[serde(skip)]
     pub unrepaired: Option<(u64, u64)>,
@@ -86,7 +86,7 @@ pub struct Summary {
 
 /// What was written to a destination that another disk has not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GivenUp {
+pub struct GivenUpWrites {
     /// The number of the last epoch in common; `None` if that is not known.
     pub since: Option<u64>,
     /// Bytes that were written to it since; `None` if that is not known.
@@ -97,7 +97,7 @@ pub struct GivenUp {
 
 impl Summary {
     /// The summary of a sync that has done nothing yet.
-    pub(crate) fn new(about: &About, destination: &str, dry_run: bool) -> Summary {
+    pub(crate) fn new(about: &SourceMetadata, destination: &str, dry_run: bool) -> Summary {
         Summary {
             source: about.path.clone(),
             destination: destination.to_owned(),
@@ -120,8 +120,8 @@ impl Summary {
             resumed: false,
             dry_run,
             digests: None,
-            unreadable: Extents::default(),
-            unreadable_there: Extents::default(),
+            unreadable: ListedExtents::default(),
+            unreadable_there: ListedExtents::default(),
             recovered: None,
             warnings: Vec::new(),
             view_bytes: 0,
@@ -132,7 +132,7 @@ impl Summary {
     }
 
     /// Copies the totals.
-    pub(crate) fn count(&mut self, totals: &Totals<'_>) {
+    pub(crate) fn count(&mut self, totals: &RunningTotals<'_>) {
         (self.unreadable, self.unreadable_there) = totals.unreadable();
         self.blocks_changed = totals.blocks.load(Relaxed);
         self.extents = totals.extents.load(Relaxed);
@@ -152,7 +152,7 @@ impl Summary {
 }
 
 /// The totals so far, and the progress callback.
-pub(crate) struct Totals<'a> {
+pub(crate) struct RunningTotals<'a> {
     pub blocks: AtomicU64,
     pub extents: AtomicU64,
     pub bytes: AtomicU64,
@@ -161,14 +161,14 @@ pub(crate) struct Totals<'a> {
     /// Where the last record ended.
     end: AtomicU64,
     /// At the source, and at the replica.
-    unreadable: Mutex<(Extents, Extents)>,
+    unreadable: Mutex<(ListedExtents, ListedExtents)>,
     all: AtomicU64,
     progress: Progress<'a>,
 }
 
-impl<'a> Totals<'a> {
-    pub(crate) fn new(progress: Progress<'a>) -> Totals<'a> {
-        Totals {
+impl<'a> RunningTotals<'a> {
+    pub(crate) fn new(progress: Progress<'a>) -> RunningTotals<'a> {
+        RunningTotals {
             blocks: AtomicU64::new(0),
             extents: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
@@ -201,7 +201,7 @@ impl<'a> Totals<'a> {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).1.add(range);
     }
 
-    fn unreadable(&self) -> (Extents, Extents) {
+    fn unreadable(&self) -> (ListedExtents, ListedExtents) {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -231,7 +231,7 @@ mod tests {
 
     #[test]
     fn a_run_that_several_frames_share_is_one_extent() {
-        let totals = Totals::new(&|_, _| {});
+        let totals = RunningTotals::new(&|_, _| {});
         let frame = |ranges: &[Range<u64>]| {
             let records = ranges.iter().map(|r| Record::Zero { offset: r.start, len: r.end - r.start });
             Frame { records: records.collect(), data: device::Buf::default() }
@@ -252,7 +252,7 @@ mod tests {
             blocks in proptest::collection::vec((any::<bool>(), any::<bool>()), 1..200),
             short in 1u64..4097,
         ) {
-            let totals = Totals::new(&|_, _| {});
+            let totals = RunningTotals::new(&|_, _| {});
             let size = blocks.len() as u64 * 4096 - (4096 - short);
             let changed = |n: usize| blocks.get(n).is_some_and(|(changed, _)| *changed);
             let (mut start, mut bytes) = (0, 0);
@@ -268,7 +268,7 @@ mod tests {
             }
             let runs = (0..blocks.len()).filter(|n| changed(*n) && !changed(*n + 1)).count() as u64;
             let expected = ((0..blocks.len()).filter(|n| changed(*n)).count() as u64, runs, bytes);
-            let Totals { blocks, extents, bytes, .. } = totals;
+            let RunningTotals { blocks, extents, bytes, .. } = totals;
             prop_assert_eq!((blocks.into_inner(), extents.into_inner(), bytes.into_inner()), expected);
         }
     }

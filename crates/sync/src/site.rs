@@ -7,7 +7,9 @@ use delta::Epoch;
 use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{Group, Intent, KnownReplicas, Lineage, Replica};
-use source::{About, Gap, Handle, History, Members, Membership, SourceError, SourceOptions, Succession};
+use source::{
+    Gap, Handle, History, Members, SourceError, SourceMembership, SourceMetadata, SourceOptions, Succession,
+};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -31,115 +33,115 @@ pub trait Site: Sync {
     /// What the disk at a path is stored on, if that is known.
     fn storage(&self, path: &Path) -> Option<Storage>;
     /// How replicas are opened whose state is in that folder, or in the usual one.
-    fn opening(&self, journal_dir: Option<&Path>) -> replica::Options;
+    fn opening(&self, journal_dir: Option<&Path>) -> replica::ReplicaOptions;
+    /// The lineage of the replica at a path, `None` if there is none: [`replica::inspect`].
+    ///
+    /// # Errors
     /// As [`replica::inspect`].
+    fn lineage(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Option<Lineage>>;
+    /// Opens the replica at a path, or the path for a new one: [`Replica::open`].
     ///
     /// # Errors
-    /// As for [`replica::inspect`].
-    fn lineage(&self, path: &Path, options: &replica::Options) -> replica::Result<Option<Lineage>>;
     /// As [`Replica::open`].
+    fn open(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Replica>;
+    /// Completes what a crash left of a commit, where a replica is to be read as a disk: [`replica::settle`].
     ///
     /// # Errors
-    /// As for [`Replica::open`].
-    fn open(&self, path: &Path, options: &replica::Options) -> replica::Result<Replica>;
     /// As [`replica::settle`].
-    ///
-    /// # Errors
-    /// As for [`replica::settle`].
     fn settle(&self, path: &Path) -> replica::Result<()>;
-    /// As [`source::StateDir::source`].
+    /// The source of a path, an export name or an id, and its present path: [`source::StateDir::source`].
     ///
     /// # Errors
-    /// As for [`source::StateDir::source`].
-    fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError>;
+    /// As [`source::StateDir::source`].
+    fn source(&self, what: &str) -> Result<Option<(PathBuf, SourceMetadata)>, SourceError>;
     /// All known sources whose state can be read.
     ///
     /// # Errors
     /// If their folders cannot be listed.
-    fn sources(&self) -> Result<Vec<About>, SourceError>;
+    fn sources(&self) -> Result<Vec<SourceMetadata>, SourceError>;
     /// The folder of a source's state.
     ///
     /// # Errors
     /// If it is not there.
     fn folder(&self, place: &Path) -> io::Result<Box<dyn Folder>>;
-    /// As [`Handle::attach`].
+    /// Opens a source, through its server if one runs: [`Handle::attach`].
     ///
     /// # Errors
-    /// As for [`Handle::attach`].
+    /// As [`Handle::attach`].
     fn attach(&self, what: &str, options: &SourceOptions) -> Result<Handle, SourceError>;
     /// How a source is opened whose user says nothing of that.
     fn unsaid(&self) -> SourceOptions {
         SourceOptions::default()
     }
+    /// Makes the disk at a path the source that it followed; false if it is one already: [`source::succeed`].
+    ///
+    /// # Errors
     /// As [`source::succeed`].
-    ///
-    /// # Errors
-    /// As for [`source::succeed`].
     fn succeed(&self, path: &Path, succession: &Succession) -> Result<bool, SourceError>;
+    /// Why a disk may not be as the last command left it: [`source::doubt`].
+    ///
+    /// # Errors
     /// As [`source::doubt`].
+    fn doubt(&self, place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError>;
+    /// Adds the blocks written since the last epoch to `into`, and says why not all are known: [`source::written_since`].
     ///
     /// # Errors
-    /// As for [`source::doubt`].
-    fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError>;
-    /// As [`source::written_since`]: why that is not known.
-    ///
-    /// # Errors
-    /// As for [`source::written_since`].
+    /// As [`source::written_since`].
     fn written_since(
         &self,
         place: &Path,
-        about: &About,
+        about: &SourceMetadata,
         history: &History,
         into: &Bitmap,
     ) -> Result<Option<Gap>, SourceError>;
+    /// True if the writes to a source are recorded, or were: [`source::is_recorded`].
+    ///
+    /// # Errors
     /// As [`source::is_recorded`].
+    fn is_recorded(&self, place: &Path, about: &SourceMetadata) -> Result<bool, SourceError>;
+    /// Forgets a source, and leaves its disk alone: [`source::forget_source`].
     ///
     /// # Errors
-    /// As for [`source::is_recorded`].
-    fn is_recorded(&self, place: &Path, about: &About) -> Result<bool, SourceError>;
     /// As [`source::forget_source`].
-    ///
-    /// # Errors
-    /// As for [`source::forget_source`].
-    fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError>;
+    fn forget(&self, place: &Path, about: &SourceMetadata) -> Result<(), SourceError>;
     /// The list of replicas, if the host has one.
     fn known(&self) -> Option<KnownReplicas>;
     /// The group of that name among the replicas in the folder of this one, and that folder, held.
     ///
     /// # Errors
-    /// As for [`Group::open`].
+    /// As [`Group::open`].
     fn group(&self, replica: &Path, name: &str) -> replica::Result<(PathBuf, Group)>;
+    /// The group in a folder, and the folder of its replicas: [`replica::find_group`].
+    ///
+    /// # Errors
     /// As [`replica::find_group`].
-    ///
-    /// # Errors
-    /// As for [`replica::find_group`].
     fn find_group(&self, dir: &Path) -> replica::Result<(PathBuf, String)>;
-    /// As [`Group::open_members`].
+    /// Opens all replicas of a group: [`Group::open_members`].
     ///
     /// # Errors
-    /// As for [`Group::open_members`].
+    /// As [`Group::open_members`].
     fn members(&self, group: &Group, dir: &Path, apart: bool) -> replica::Result<Vec<Replica>>;
     /// The replicas in a folder, by the names and links that lead to them there, as far as they can be looked at.
     fn replicas_in(&self, _dir: &Path) -> Vec<(PathBuf, Lineage)> {
         Vec::new()
     }
-    /// As [`replica::name_in`].
+    /// The name of a replica in the folder of its group: [`replica::name_in`].
     fn name_in(&self, dir: &Path, path: &Path) -> String;
+    /// The sources of a group: [`source::group_members`].
+    ///
+    /// # Errors
     /// As [`source::group_members`].
-    ///
-    /// # Errors
-    /// As for [`source::group_members`].
     fn group_members(&self, name: &str) -> Result<Members, SourceError>;
+    /// Refuses a second disk of this host that would be a source in one term: [`source::check_term`].
+    ///
+    /// # Errors
     /// As [`source::check_term`].
-    ///
-    /// # Errors
-    /// As for [`source::check_term`].
     fn check_term(&self, path: &Path, source: Uuid, term: u64) -> Result<(), SourceError>;
-    /// As [`source::join_group`].
+    /// Makes a source a member of a group; false if it is one already: [`source::join_group`].
     ///
     /// # Errors
-    /// As for [`source::join_group`].
-    fn join_group(&self, path: &Path, group: Membership) -> Result<bool, SourceError>;
+    /// As [`source::join_group`].
+    fn join_group(&self, path: &Path, group: SourceMembership) -> Result<bool, SourceError>;
     /// The folder of the demotion of a group, with its lock.
     ///
     /// # Errors
@@ -150,14 +152,14 @@ pub trait Site: Sync {
     /// # Errors
     /// If that cannot be read.
     fn endings(&self) -> Result<Vec<Intent>, SyncError>;
-    /// As [`replica::promotes_still`].
+    /// The group whose interrupted promotion a disk is part of, and its folder: [`replica::promotes_still`].
     ///
     /// # Errors
-    /// As for [`replica::promotes_still`].
+    /// As [`replica::promotes_still`].
     fn promotes_still(&self, path: &Path, lineage: &Lineage) -> replica::Result<Option<(String, PathBuf)>>;
 
-    /// As [`replica::demotes_anew`].
-    fn demotes_anew(&self, path: &Path, options: &replica::Options) -> Vec<Epoch> {
+    /// The epochs at which a former source can be demoted anew, oldest first: [`replica::demotes_anew`].
+    fn demotes_anew(&self, path: &Path, options: &replica::ReplicaOptions) -> Vec<Epoch> {
         replica::demotes_anew(path, options)
     }
 }

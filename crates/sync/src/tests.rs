@@ -14,10 +14,10 @@ use uuid::Uuid;
 
 use crate::plan::Knowledge;
 use crate::wire::messages::{
-    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, Status, TRAILER, expect,
-    of_digest_report, of_unit,
+    CLAIM, COMMITTED, CommitReply, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, StatusReply, TRAILER,
+    expect, of_digest_report, of_unit,
 };
-use crate::{Commit, SyncOptions, VerifyOptions, push, receive, verify};
+use crate::{CommitMode, SyncOptions, VerifyOptions, push, receive, verify};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 3 * MIB;
@@ -45,10 +45,10 @@ impl Place {
     }
 }
 
-fn status(source: Uuid) -> Status {
+fn status(source: Uuid) -> StatusReply {
     let epoch = Epoch { number: 1, id: Uuid::from_u128(1) };
     let replica = replica::Status { nonce: Uuid::from_u128(2), ..replica::Status::at(source, epoch, SIZE) };
-    Status { path: "/replica".into(), ..Status::of(replica) }
+    StatusReply { path: "/replica".into(), ..StatusReply::of(replica) }
 }
 
 fn report(report: DigestReport, digests: usize) -> Message {
@@ -79,7 +79,7 @@ fn a_lying_replica_is_found_out() {
     let json = |text: &str| Message { kind: CLAIM, head: text.into(), ..Message::default() };
     let committed = |kind| Message {
         kind,
-        head: serde_json::to_vec(&Committed {
+        head: serde_json::to_vec(&CommitReply {
             epoch: Epoch { number: 9, id: Uuid::from_u128(9) },
             bytes_written: 0,
             bytes_read: 0,
@@ -210,13 +210,13 @@ fn what_the_other_side_says_does_nothing_to_a_terminal() {
     let (sender, receiver) = there.split();
     sender.send_json(STATUS, &lie).unwrap();
     let (_here, hears) = here.split();
-    let heard = Status::hear(&hears).unwrap();
+    let heard = StatusReply::hear(&hears).unwrap();
     harmless(&heard.replica.recovered.unwrap());
     harmless(&heard.replica.changed.unwrap());
     // What a parser quotes of it, too.
     let text = b"{\"path\":\"/\",\"\x1b[31mowned\n\":1,\"size\":\"\x1b[31mowned\n\"}".to_vec();
     sender.send(Message { kind: STATUS, head: text, ..Message::default() }).unwrap();
-    let error = Status::hear(&hears).map(drop).unwrap_err().to_string();
+    let error = StatusReply::hear(&hears).map(drop).unwrap_err().to_string();
     assert!(!error.contains(char::is_control), "{error:?}");
     drop(receiver);
 }
@@ -229,7 +229,7 @@ fn what_an_unknown_epoch_brought_is_compared() {
     let epoch = handle.name_checkpoint("here", None).unwrap();
     let knowledge = |toward| {
         let replica = replica::Status { toward, ..replica::Status::at(handle.about().uuid, epoch, SIZE) };
-        let status = Status { replica, ..status(handle.about().uuid) };
+        let status = StatusReply { replica, ..status(handle.about().uuid) };
         crate::plan::facts::facts(&handle, &status, "/replica", &SyncOptions::default()).unwrap().history
     };
     assert!(
@@ -250,13 +250,13 @@ fn another_epoch_than_the_one_sent_is_not_taken_for_committed() {
         let Ok(_) = expect(&receiver, OPEN) else { return };
         let nothing = {
             let replica = replica::Status { source: Some(uuid), ..replica::Status::nothing() };
-            Status { replica, ..status(uuid) }
+            StatusReply { replica, ..status(uuid) }
         };
         let _ = sender.send_json(STATUS, &nothing);
         while receiver.recv().is_ok_and(|message| message.is_some_and(|message| message.kind != TRAILER)) {}
         let epoch = Epoch { number: 9, id: Uuid::from_u128(9) };
         let committed =
-            Committed { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() };
+            CommitReply { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() };
         let _ = sender.send_json(COMMITTED, &committed);
         let _ = sender.finish();
         while let Ok(Some(_)) = receiver.recv() {}
@@ -334,7 +334,7 @@ fn a_lying_source_is_found_out() {
     let _ = far.join().unwrap();
     let before = std::fs::read(&replica).unwrap();
 
-    let open = |verify| Open { verify, ..Open::new(&replica, &None, Commit::Journal) };
+    let open = |verify| Open { verify, ..Open::new(&replica, &None, CommitMode::Journal) };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,
         head: serde_json::to_vec(&Plan {
@@ -428,7 +428,7 @@ fn what_no_source_plans_is_refused_where_it_is_heard() {
     let message = |plan: &Plan| {
         vec![Message { kind: PLAN, head: serde_json::to_vec(plan).unwrap(), ..Message::default() }]
     };
-    let open = |path: PathBuf| Open::new(&path, &None, Commit::Journal);
+    let open = |path: PathBuf| Open::new(&path, &None, CommitMode::Journal);
     let params = SumParams { size: SIZE, block: 2048, key: [1; 32], keep_going: false };
     let rolling = |params: SumParams| Plan { rolling: Some(params), delta: true, ..Plan::default() };
     let ranges = (0..100_000).map(|n| n * 8192..n * 8192 + 4096).collect();
@@ -472,7 +472,7 @@ fn a_plan_for_more_threads_than_any_machine_has_is_carried_out_with_fewer() {
     let state = place.state.clone();
     let far = std::thread::spawn(move || receive(there, &state));
     let (sender, receiver) = here.split();
-    sender.send_json(OPEN, &Open::new(&replica, &None, Commit::Journal)).unwrap();
+    sender.send_json(OPEN, &Open::new(&replica, &None, CommitMode::Journal)).unwrap();
     let _ = receiver.recv();
     sender.send_json(PLAN, &plan).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
@@ -495,7 +495,7 @@ fn digests_take_room_for_what_was_sent_and_not_for_what_was_said() {
     let (place, size) = (Place::new(), 16 << 30);
     let replica = place.path("copy");
     let digests = Some(crate::wire::digests::Digests { file: None, hash: compare::Hash::Xxh3 });
-    let open = Open { digests, ..Open::new(&replica, &None, Commit::Journal) };
+    let open = Open { digests, ..Open::new(&replica, &None, CommitMode::Journal) };
     let epoch = Epoch { number: 1, id: Uuid::from_u128(1) };
     let header = Header::new(Uuid::from_u128(2), Method::Copy, vec![epoch], (0, size), 512);
     let says = || {
@@ -519,6 +519,6 @@ fn digests_take_room_for_what_was_sent_and_not_for_what_was_said() {
 
 /// The nonce of a replica's state.
 fn lineage_nonce(replica: &std::path::Path) -> Uuid {
-    let options = replica::Options::default();
+    let options = replica::ReplicaOptions::default();
     replica::inspect(replica, &options).unwrap().unwrap().nonce
 }

@@ -14,10 +14,10 @@ use std::time::Duration;
 use device::{Dir, Disk};
 use extents::Bitmap;
 use link::Link;
-use source::{About, CutOptions, FreezeMode, Handle, Live, StateDir};
-use sync::{Commit, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable, push, receive};
+use source::{CutOptions, FreezeMode, Handle, Live, SourceMetadata, StateDir};
+use sync::{CommitMode, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable, push, receive};
 use testing::{Random, rounds};
-use trackers::{Settings, TrackError, TrackedDisk, Tracker};
+use trackers::{TrackError, TrackOptions, TrackedDisk, Tracker};
 use uuid::Uuid;
 
 const BLOCK: u64 = 4096;
@@ -159,11 +159,11 @@ impl Scene {
         std::fs::File::create(&image).unwrap().set_len(blocks * BLOCK).unwrap();
         let state = folder.path().join("record");
         std::fs::create_dir(&state).unwrap();
-        let options = device::Options { write: true, direct: false, exclusive: false };
+        let options = device::DiskOptions { write: true, direct: false, exclusive: false };
         let inner = device::open(&image, &options).unwrap();
-        let settings = Settings {
+        let settings = TrackOptions {
             block_size: BLOCK as u32,
-            region: Settings::REGION,
+            region: TrackOptions::REGION,
             intents: false,
             allow_shrink: false,
             clock: device::Clock::system(),
@@ -191,16 +191,17 @@ impl Scene {
         Box::new(Standin { disk, released, lost, world: self.world.clone() })
     }
 
-    /// The same with a disk whose flushes are seen.
+    /// A handle to a disk whose flushes are seen.
     fn watched(&self) -> Handle {
         let path = self.path("disk");
         let folder = self.path("watched");
         std::fs::create_dir_all(&folder).unwrap();
-        let options = device::Options { write: false, direct: false, exclusive: false };
+        let options = device::DiskOptions { write: false, direct: false, exclusive: false };
         let disk = device::open(&path, &options).unwrap();
         let disk = Arc::new(Seen { disk, world: self.world.clone() });
         let identity = device::identity(&path).unwrap();
-        let about = About { path, ..About::new(Uuid::from_u128(5), identity, BLOCK as u32) };
+        let about =
+            SourceMetadata { path, ..SourceMetadata::new(Uuid::from_u128(5), identity, BLOCK as u32) };
         let folder = Arc::new(Dir::open(&folder).unwrap());
         Live::over(about, disk, folder, self.standin()).unwrap().into()
     }
@@ -290,7 +291,7 @@ fn writing<T>(scene: &Scene, busy: u64, pause: Duration, work: impl FnOnce() -> 
 fn a_busy_disk_is_copied_as_of_one_moment() {
     let scene = Scene::new();
     scene.write(20_000);
-    for commit in [Commit::Journal, Commit::InPlace] {
+    for commit in [CommitMode::Journal, CommitMode::InPlace] {
         let mut last = 0;
         let rounds = rounds(6, 100);
         for round in 0..rounds {
@@ -334,7 +335,8 @@ fn without_a_cut_the_copy_is_fuzzy_and_the_next_one_mends_it() {
     assert_eq!(summary.freeze_ms, None);
     assert!(summary.trust.contains("without a cut"), "{}", summary.trust);
     let status = |scene: &Scene| {
-        let replica = replica::Replica::open(&scene.path("copy"), &replica::Options::default()).unwrap();
+        let replica =
+            replica::Replica::open(&scene.path("copy"), &replica::ReplicaOptions::default()).unwrap();
         replica.status().state
     };
     assert_eq!(status(&scene), replica::State::Fuzzy);
@@ -436,17 +438,17 @@ fn a_replica_of_another_source_is_taken_over() {
     // Each waits for a pause that is long enough.
     std::thread::scope(|scope| {
         for (commit, blocks) in [
-            (Commit::Journal, BLOCKS),
-            (Commit::InPlace, BLOCKS),
-            (Commit::Journal, 2 * BLOCKS),
-            (Commit::InPlace, 9),
+            (CommitMode::Journal, BLOCKS),
+            (CommitMode::InPlace, BLOCKS),
+            (CommitMode::Journal, 2 * BLOCKS),
+            (CommitMode::InPlace, 9),
         ] {
             scope.spawn(move || take_over(commit, blocks));
         }
     });
 }
 
-fn take_over(commit: Commit, blocks: u64) {
+fn take_over(commit: CommitMode, blocks: u64) {
     let (scene, other) = (Scene::new(), Scene::of(blocks));
     other.write(2_000);
     scene.write(3_000);

@@ -12,8 +12,8 @@ use link::{Link, Message, Received, Receiver, Sender};
 use serde_json::{Value, json};
 use source::{Handle, SourceOptions, StateDir};
 use sync::{
-    AllowedPaths, Commit, Method, Pull, PullClient, PullContext, SourceRequest, SyncError, SyncOptions, Task,
-    VerifyOptions, push, receive_within, send, verify,
+    AllowedPaths, CommitMode, Method, Pull, PullClient, PullContext, SourceRequest, SyncError, SyncOptions,
+    Task, VerifyOptions, push, receive_within, send, verify,
 };
 use testing::{Random, rounds};
 
@@ -209,7 +209,7 @@ fn whatever_is_said_both_ends_come_to_an_end() {
             std::fs::write(place.path("disk"), &disk).expect("a disk");
         }
         let method = [None, Some(Method::Copy), Some(Method::Compare), Some(Method::Rolling)];
-        let commit = random.pick(&[Commit::Journal, Commit::InPlace]);
+        let commit = random.pick(&[CommitMode::Journal, CommitMode::InPlace]);
         let options = SyncOptions { method: random.pick(&method), commit, ..SyncOptions::default() };
         let repair = VerifyOptions { repair: random.coin(), commit, ..VerifyOptions::default() };
         broken += usize::from(!match random.below(6) {

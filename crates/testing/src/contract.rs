@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::ops::Range;
 use std::sync::Arc;
 
-use device::{Buf, Disk, Done, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, Done, Piece, Pieces, Queue, Request, RequestKind};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::Random;
@@ -49,7 +49,7 @@ fn ends(disk: &Arc<dyn Disk>) {
         assert!(disk.zero(offset, 2, true, false).is_err(), "a zeroing past the end");
         assert!(disk.discard(offset, 2).is_err(), "a discard past the end");
         let mut queue = Arc::clone(disk).queue(4).expect("a queue");
-        for kind in [Kind::Read, Kind::Write { fua: true }] {
+        for kind in [RequestKind::Read, RequestKind::Write { fua: true }] {
             let good = Piece { offset: 0, len: 1 };
             let pieces = [good, Piece { offset, len: 2 }].into_iter().collect();
             queue.submit(Request { kind, pieces, buf: Buf::new(3), token: 9 });
@@ -57,7 +57,7 @@ fn ends(disk: &Arc<dyn Disk>) {
             assert!(done.result.is_err() && done.request.token == 9 && done.request.buf.len() == 3);
         }
         let pieces = [Piece { offset: 0, len: 1 }].into_iter().collect();
-        queue.submit(Request { kind: Kind::Read, pieces, buf: Buf::new(2), token: 0 });
+        queue.submit(Request { kind: RequestKind::Read, pieces, buf: Buf::new(2), token: 0 });
         assert!(queue.complete(true).expect("a completion").result.is_err(), "a buffer too long");
         assert!(queue.complete(true).is_none() && queue.complete(false).is_none());
     }
@@ -234,19 +234,19 @@ impl<'a> Region<'a> {
         let len = pieces.iter().map(|p| p.len as usize).sum::<usize>();
         let (fua, unmap, fast) = (self.dice.coin(), self.dice.coin(), self.dice.coin());
         let kind = match self.dice.below(10) {
-            0..4 => Kind::Read,
-            4..7 => Kind::Write { fua },
-            7 => Kind::Zero { unmap, fast, fua },
-            8 => Kind::Discard { fua },
-            _ => Kind::Flush,
+            0..4 => RequestKind::Read,
+            4..7 => RequestKind::Write { fua },
+            7 => RequestKind::Zero { unmap, fast, fua },
+            8 => RequestKind::Discard { fua },
+            _ => RequestKind::Flush,
         };
         let mut content = Vec::new();
         let buf = match kind {
-            Kind::Read => {
+            RequestKind::Read => {
                 pieces.iter().for_each(|p| content.extend_from_slice(self.model(*p)));
                 Buf::new(len)
             }
-            Kind::Write { .. } => {
+            RequestKind::Write { .. } => {
                 let bytes = self.dice.bytes(len);
                 let mut rest = &bytes[..];
                 for piece in &pieces {
@@ -256,13 +256,13 @@ impl<'a> Region<'a> {
                 }
                 Buf::from(&bytes[..])
             }
-            Kind::Zero { .. } => {
+            RequestKind::Zero { .. } => {
                 pieces.iter().for_each(|p| self.model(*p).fill(0));
                 Buf::default()
             }
             _ => Buf::default(),
         };
-        let pieces = if kind == Kind::Flush { Pieces::new() } else { pieces };
+        let pieces = if kind == RequestKind::Flush { Pieces::new() } else { pieces };
         let expected = Expected { pieces: pieces.clone(), content };
         (Request { kind, pieces, buf, token: 0 }, expected)
     }
@@ -271,11 +271,11 @@ impl<'a> Region<'a> {
         let kind = done.request.kind;
         assert_eq!(done.request.pieces, expected.pieces);
         match (kind, done.result) {
-            (Kind::Read, Ok(())) => {
+            (RequestKind::Read, Ok(())) => {
                 assert!(*done.request.buf == *expected.content, "{:?} read wrong", expected.pieces)
             }
-            (Kind::Discard { .. }, Ok(())) => expected.pieces.iter().for_each(|p| self.adopt(*p)),
-            (Kind::Zero { fast: true, .. }, Err(e)) if e.kind() == ErrorKind::Unsupported => {
+            (RequestKind::Discard { .. }, Ok(())) => expected.pieces.iter().for_each(|p| self.adopt(*p)),
+            (RequestKind::Zero { fast: true, .. }, Err(e)) if e.kind() == ErrorKind::Unsupported => {
                 expected.pieces.iter().for_each(|p| self.adopt(*p));
             }
             (_, Ok(())) => {}

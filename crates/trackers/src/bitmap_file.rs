@@ -221,17 +221,6 @@ impl BitmapFile {
         }
     }
 
-    /// True if any block in the byte range is marked.
-    pub fn any(&self, offset: u64, len: u64) -> bool {
-        let shift = self.block_size.trailing_zeros();
-        len > 0 && self.bits.any(offset >> shift..((offset + len - 1) >> shift) + 1)
-    }
-
-    /// Blocks marked.
-    pub fn count(&self) -> u64 {
-        self.bits.count()
-    }
-
     /// The marked runs of blocks within a range of blocks, ascending.
     pub fn runs_in(&self, blocks: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         self.bits.runs_in(blocks)

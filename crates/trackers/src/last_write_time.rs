@@ -99,7 +99,7 @@ impl LastWriteTime {
         (times != self.mapping[SETTLED].load(SeqCst)).then_some(times)
     }
 
-    /// Another program has changed the image. Known after a kill, and after a power cut once [`LastWriteTime::sync`] was called.
+    /// Notes that another program has changed the image. Known after a kill, and after a power cut once [`LastWriteTime::sync`] was called.
     pub(crate) fn count_foreign(&self) {
         self.mapping[FOREIGN].fetch_add(1, SeqCst);
         // Makes the next sync write, whatever the last note is.

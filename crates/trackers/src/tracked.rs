@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 use std::time::Instant;
 
-use device::{Clock, Disk, Done, Folder, Kind, Piece, Queue, Request};
+use device::{Clock, Disk, Done, Folder, Piece, Queue, Request, RequestKind};
 use extents::{Bitmap, OutOfMemory};
 
 use crate::bitmap_file::BitmapFile;
@@ -101,7 +101,7 @@ impl TrackError {
 
 /// How to track.
 #[derive(Debug, Clone)]
-pub struct Settings {
+pub struct TrackOptions {
     /// Block size in bytes: a power of two from 4096 to 1 MiB.
     pub block_size: u32,
     /// Bytes a region of the write-intent log.
@@ -115,7 +115,7 @@ pub struct Settings {
     pub clock: Clock,
 }
 
-impl Settings {
+impl TrackOptions {
     /// Bytes a region of the write-intent log.
     pub const REGION: u64 = 16 << 20;
 }
@@ -161,7 +161,7 @@ impl Drop for Follower {
 struct Shared {
     disk: Arc<dyn Disk>,
     folder: Arc<dyn Folder>,
-    settings: Settings,
+    settings: TrackOptions,
     gate: Gate,
     intents: Intents,
     served: LastWriteTime,
@@ -211,7 +211,7 @@ impl TrackedDisk {
     pub fn open(
         disk: Arc<dyn Disk>,
         folder: Arc<dyn Folder>,
-        settings: Settings,
+        settings: TrackOptions,
         last_epoch: u64,
         trusted: bool,
         power_lost: bool,
@@ -251,7 +251,7 @@ impl TrackedDisk {
     fn begin_record(
         folder: &dyn Folder,
         size: u64,
-        settings: &Settings,
+        settings: &TrackOptions,
         last_epoch: u64,
         trusted: bool,
         power_lost: bool,
@@ -529,7 +529,7 @@ impl TrackedDisk {
     /// not wait for a checkpoint that is under way.
     ///
     /// # Errors
-    /// As for [`TrackedDisk::dirty`].
+    /// As [`TrackedDisk::dirty`].
     pub fn dirty_runs(&self, blocks: Range<u64>, limit: usize) -> Result<Vec<Range<u64>>, OutOfMemory> {
         let current = self.current();
         if current.frozen.is_empty() {
@@ -652,11 +652,6 @@ impl TrackedDisk {
 
     fn blocks(&self) -> u64 {
         self.shared.disk.len().div_ceil(u64::from(self.block_size()))
-    }
-
-    /// The disk beneath.
-    pub fn inner(&self) -> &Arc<dyn Disk> {
-        &self.shared.disk
     }
 
     /// Makes the bits of all unreleased records durable. One look at the records is enough: a record that takes the place of
@@ -882,8 +877,8 @@ struct TrackedQueue {
     waits: Waits,
 }
 
-fn changes(kind: Kind) -> bool {
-    matches!(kind, Kind::Write { .. } | Kind::Zero { .. } | Kind::Discard { .. })
+fn changes(kind: RequestKind) -> bool {
+    matches!(kind, RequestKind::Write { .. } | RequestKind::Zero { .. } | RequestKind::Discard { .. })
 }
 
 impl Queue for TrackedQueue {

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use device::{Buf, Dir, Disk, Done, Folder, Kind, Piece, Queue, RamDisk, Request};
+use device::{Buf, Dir, Disk, Done, Folder, Piece, Queue, RamDisk, Request, RequestKind};
 use testing::{Random, rounds};
-use trackers::{CowStore, Settings, TrackedDisk};
+use trackers::{CowStore, TrackOptions, TrackedDisk};
 
 const BLOCK: u64 = 4096;
 const REGION: u64 = 1 << 20;
@@ -132,7 +132,7 @@ fn write_and_ask(disk: &TrackedDisk, seed: u64) -> impl FnMut(&Watched) + Send +
         let offset = random.below(REGIONS) * REGION + random.below(REGION / BLOCK) * BLOCK;
         at.at("begin a write");
         queue.submit(Request {
-            kind: Kind::Write { fua: false },
+            kind: RequestKind::Write { fua: false },
             pieces: [Piece { offset, len: 512 }].into_iter().collect(),
             buf: Buf::new(512),
             token: 0,
@@ -156,7 +156,7 @@ fn no_writer_waits_for_one_who_waits_for_the_writers() {
     let seconds = rounds(3, 60);
     let temp = tempfile::tempdir().unwrap();
     let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
-    let settings = Settings {
+    let settings = TrackOptions {
         block_size: BLOCK as u32,
         region: REGION,
         intents: true,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use device::{Clock, Dir, Disk, Folder, RamDisk};
 use tempfile::TempDir;
 use testing::rounds;
-use trackers::{CowStore, Settings, TrackedDisk};
+use trackers::{CowStore, TrackOptions, TrackedDisk};
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 64 * BLOCK;
@@ -24,9 +24,9 @@ impl Member {
         let temp = tempfile::tempdir().unwrap();
         let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
         let ram = Arc::new(RamDisk::new(SIZE));
-        let settings = Settings {
+        let settings = TrackOptions {
             block_size: BLOCK as u32,
-            region: Settings::REGION,
+            region: TrackOptions::REGION,
             intents: true,
             allow_shrink: false,
             clock: Clock::system(),

@@ -6,18 +6,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request, ThreadQueue};
+use device::{Buf, Dir, Disk, Folder, InlineQueue, Piece, Queue, RamDisk, Request, RequestKind, ThreadQueue};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use testing::{Random, rounds};
-use trackers::{CowStore, Settings, TrackedDisk};
+use trackers::{CowStore, TrackOptions, TrackedDisk};
 
 const BLOCK: u64 = 4096;
 
-fn settings() -> Settings {
-    Settings {
+fn settings() -> TrackOptions {
+    TrackOptions {
         block_size: BLOCK as u32,
-        region: Settings::REGION,
+        region: TrackOptions::REGION,
         intents: true,
         allow_shrink: false,
         clock: device::Clock::system(),
@@ -56,13 +56,13 @@ fn every_way_to_change_a_disk_is_marked_and_nothing_else() {
     disk.write_at(100 * BLOCK + 6, &[3]).unwrap();
     let mut queue: Box<dyn Queue> = disk.clone().queue(8).unwrap();
     for (kind, offset, len) in [
-        (Kind::Write { fua: true }, 40 * BLOCK, 2 * BLOCK),
-        (Kind::Zero { unmap: true, fast: false, fua: false }, 50 * BLOCK, BLOCK),
-        (Kind::Discard { fua: false }, 60 * BLOCK, 2 * BLOCK),
-        (Kind::Read, 70 * BLOCK, BLOCK),
-        (Kind::Flush, 0, 0),
+        (RequestKind::Write { fua: true }, 40 * BLOCK, 2 * BLOCK),
+        (RequestKind::Zero { unmap: true, fast: false, fua: false }, 50 * BLOCK, BLOCK),
+        (RequestKind::Discard { fua: false }, 60 * BLOCK, 2 * BLOCK),
+        (RequestKind::Read, 70 * BLOCK, BLOCK),
+        (RequestKind::Flush, 0, 0),
     ] {
-        let data = matches!(kind, Kind::Write { .. } | Kind::Read);
+        let data = matches!(kind, RequestKind::Write { .. } | RequestKind::Read);
         let buf = Buf::new(if data { len as usize } else { 0 });
         let pieces = if len > 0 { [Piece { offset, len }].into_iter().collect() } else { Default::default() };
         queue.submit(Request { kind, pieces, buf, token: offset + 1 });
@@ -111,18 +111,18 @@ fn a_record_outlives_its_process_until_it_is_released() {
 #[test]
 fn a_power_cut_makes_the_active_regions_dirty_and_no_others() {
     let (_temp, folder) = scratch();
-    let size = 4 * Settings::REGION;
+    let size = 4 * TrackOptions::REGION;
     let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(size));
     let disk = open(ram.clone(), &folder, 0);
     disk.write_at(0, &[1; 8]).unwrap();
     disk.sweep(0).unwrap();
     disk.sweep(0).unwrap();
     assert_eq!(disk.active_regions().0, 0, "swept");
-    disk.write_at(2 * Settings::REGION + 1, &[1; 8]).unwrap();
+    disk.write_at(2 * TrackOptions::REGION + 1, &[1; 8]).unwrap();
     assert_eq!(disk.active_regions().0, 1);
     drop(disk);
     let disk = TrackedDisk::open(ram, folder, settings(), 0, true, true).unwrap();
-    let per_region = Settings::REGION / BLOCK;
+    let per_region = TrackOptions::REGION / BLOCK;
     let changes = disk.checkpoint(None, None).unwrap().changes;
     let runs: Vec<Range<u64>> = changes.runs().collect();
     assert_eq!(runs, [0..1, 2 * per_region..3 * per_region]);
@@ -132,7 +132,7 @@ fn a_power_cut_makes_the_active_regions_dirty_and_no_others() {
 #[test]
 fn what_an_opening_took_over_outlives_the_next_power_cut() {
     let temp = tempfile::tempdir().unwrap();
-    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(4 * Settings::REGION));
+    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(4 * TrackOptions::REGION));
     let lose_power = |power: &Power| power.crash(Keep::KeepAll, Keep::LoseUnsynced, 0).unwrap();
     for life in 0..3 {
         let power = Power::new(Outage::PowerCut);
@@ -199,7 +199,7 @@ fn growth_is_marked_and_shrinking_refused() {
     let shrunk: Arc<dyn Disk> = Arc::new(RamDisk::new(5 * BLOCK));
     let refused = TrackedDisk::open(shrunk.clone(), folder.clone(), settings(), 0, true, false);
     assert!(refused.is_err());
-    let meant = Settings { allow_shrink: true, ..settings() };
+    let meant = TrackOptions { allow_shrink: true, ..settings() };
     assert!(TrackedDisk::open(shrunk, folder, meant, 0, true, false).is_ok());
 }
 
@@ -277,12 +277,12 @@ fn views_show_one_moment_and_epochs_name_every_change() {
                     let most = (len - offset).min(5 * BLOCK);
                     let bytes = 1 + random.below(most);
                     let kind = match random.below(8) {
-                        0 => Kind::Zero { unmap: true, fast: false, fua: false },
-                        1 => Kind::Discard { fua: false },
-                        _ => Kind::Write { fua: false },
+                        0 => RequestKind::Zero { unmap: true, fast: false, fua: false },
+                        1 => RequestKind::Discard { fua: false },
+                        _ => RequestKind::Write { fua: false },
                     };
                     let mut buf =
-                        Buf::new(if matches!(kind, Kind::Write { .. }) { bytes as usize } else { 0 });
+                        Buf::new(if matches!(kind, RequestKind::Write { .. }) { bytes as usize } else { 0 });
                     buf.fill(random.below(256) as u8);
                     queue.submit(Request {
                         kind,
@@ -544,7 +544,7 @@ fn a_view_keeps_only_what_its_reader_still_needs() {
 fn the_intent_is_durable_before_the_data() {
     // A folder's file is looked at while the write is still on its way.
     let (temp, folder) = scratch();
-    let ram = Arc::new(RamDisk::new(4 * Settings::REGION));
+    let ram = Arc::new(RamDisk::new(4 * TrackOptions::REGION));
     struct Watch {
         inner: Arc<RamDisk>,
         intent: std::path::PathBuf,
@@ -559,7 +559,7 @@ fn the_intent_is_durable_before_the_data() {
         }
         fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
             let log = std::fs::read(&self.intent)?;
-            let region = offset / Settings::REGION;
+            let region = offset / TrackOptions::REGION;
             self.seen.store(log[4096 + (region / 8) as usize] & (1 << (region % 8)) != 0, SeqCst);
             self.inner.write_at(offset, buf)
         }
@@ -579,7 +579,7 @@ fn the_intent_is_durable_before_the_data() {
     let watch =
         Arc::new(Watch { inner: ram, intent: temp.path().join("intent"), seen: AtomicBool::new(false) });
     let disk = open(watch.clone(), &folder, 0);
-    disk.write_at(3 * Settings::REGION, &[1]).unwrap();
+    disk.write_at(3 * TrackOptions::REGION, &[1]).unwrap();
     assert!(watch.seen.load(SeqCst));
 }
 
@@ -589,20 +589,20 @@ fn with_a_failed_write_back() -> (tempfile::TempDir, Power, FaultyFolder, Arc<dy
     let temp = tempfile::tempdir().unwrap();
     let power = Power::new(Outage::PowerCut);
     let faulty = FaultyFolder::new(&power, temp.path()).unwrap();
-    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(8 * Settings::REGION));
+    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(8 * TrackOptions::REGION));
     let disk = open(ram.clone(), &(Arc::new(faulty.clone()) as Arc<dyn Folder>), 0);
     disk.write_at(0, &[1; 8]).unwrap();
     disk.sweep(0).unwrap();
     assert_eq!(disk.active_regions().0, 0);
-    disk.write_at(2 * Settings::REGION, &[1; 8]).unwrap();
-    disk.write_at(5 * Settings::REGION, &[1; 8]).unwrap();
+    disk.write_at(2 * TrackOptions::REGION, &[1; 8]).unwrap();
+    disk.write_at(5 * TrackOptions::REGION, &[1; 8]).unwrap();
     faulty.fail_write_back().unwrap();
     (temp, power, faulty, ram, disk)
 }
 
 /// The first block, and all of regions 2 and 5.
 fn what_may_have_been_written() -> Vec<Range<u64>> {
-    let per_region = Settings::REGION / BLOCK;
+    let per_region = TrackOptions::REGION / BLOCK;
     vec![0..1, 2 * per_region..3 * per_region, 5 * per_region..6 * per_region]
 }
 
@@ -697,12 +697,17 @@ fn a_queue_can_be_waited_for_beside_something_else() {
     let disk = Arc::new(open(slow.clone(), &folder, 0));
     let mut queue = disk.queue(8).unwrap();
     let flushes = slow.1.lock().unwrap();
-    queue.submit(Request { kind: Kind::Flush, pieces: Default::default(), buf: Buf::default(), token: 1 });
+    queue.submit(Request {
+        kind: RequestKind::Flush,
+        pieces: Default::default(),
+        buf: Buf::default(),
+        token: 1,
+    });
     queue.start();
     assert!(queue.complete(false).is_none());
     let pieces = [Piece { offset: 0, len: BLOCK }].into_iter().collect();
     queue.submit(Request {
-        kind: Kind::Write { fua: false },
+        kind: RequestKind::Write { fua: false },
         pieces,
         buf: Buf::new(BLOCK as usize),
         token: 2,

@@ -1,7 +1,7 @@
 //! The source keeps its shape: the files of a crate import one another in one direction and lie in folders by subject, each begins
-//! with what it is for, a function fits on a screen, a struct has few fields, and every file of state is in the table of
-//! docs/architecture.md. The code is read as rustfmt leaves it. Tests in it
-//! are passed over.
+//! with what it is for, a function fits on a screen, a struct has few fields, a type's name stands once, a doc comment can be read
+//! alone, and every file of state is in the table of docs/architecture.md. The code is read as rustfmt leaves it. Tests in it are
+//! passed over.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -58,6 +58,78 @@ fn no_struct_has_more_than_fifteen_fields() {
         };
         item[1..].iter().filter(is_field).count()
     });
+}
+
+/// Crates that tests alone use: their names are in nobody's way.
+const TESTING: [&str; 2] = ["crates/testing", "crates/sim"];
+/// Names that stand twice, and why they may.
+const TWICE: [(&str, &str); 6] = [
+    ("Error", "each crate's own, as in Rust's libraries"),
+    ("Result", "each crate's own, as in Rust's libraries"),
+    ("Disk", "the trait; and, within dsync/src/machine, a disk of a VM's definition, in libvirt's word"),
+    ("Image", "a qcow2 file; and, within dsync/src/machine, what a VM's disk is kept on"),
+    ("Part", "within dsync/src/machine, a disk of a job; and in the log of lineage, which nothing uses yet"),
+    ("Gap", "of a source's history; and in the log of lineage, which is to take its place"),
+];
+
+#[test]
+fn a_name_of_a_type_stands_once() {
+    let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for source in product() {
+        for (at, line) in source.code.lines().enumerate() {
+            let item = without_words(line);
+            let kinds = ["struct ", "enum ", "trait ", "type ", "union "];
+            let name = kinds.iter().find_map(|kind| item.strip_prefix(kind)).map(word);
+            // What is private is told apart by its file.
+            if let Some(name) = name.filter(|_| line.trim_start().starts_with("pub")) {
+                let place = format!("{}:{}", source.path.display(), at + 1);
+                places.entry(name.to_owned()).or_default().push(place);
+            }
+        }
+    }
+    let twice = places.iter().filter(|(_, places)| places.len() > 1);
+    let (known, new): (Vec<_>, Vec<_>) =
+        twice.partition(|(name, _)| TWICE.iter().any(|(may, _)| may == name));
+    let way = "say in the name what it is, make it private to its file, or give a reason in TWICE";
+    assert!(new.is_empty(), "types of one name that other files see: {way}\n{new:#?}");
+    assert_eq!(known.len(), TWICE.len(), "a name of TWICE stands once by now: {known:#?}");
+}
+
+/// How a comment begins that sends its reader to the one above it, or elsewhere.
+const LEANING: [&str; 6] = ["The same", "As for", "As there", "That of", "Those of", "As [`"];
+/// Those that do so still, in dsync/src/machine.
+const STILL: [&str; 2] = ["That of its group.", "The same of a path."];
+
+#[test]
+fn a_doc_comment_can_be_read_alone() {
+    let mut leaning = Vec::new();
+    for source in product() {
+        let mut before = "";
+        for (at, line) in source.code.lines().map(str::trim_start).enumerate() {
+            let text =
+                |line| ["///", "//!"].iter().find_map(|&mark| str::strip_prefix(line, mark)).map(str::trim);
+            let above = text(before).unwrap_or_default();
+            let begins = |text: &str| LEANING.iter().any(|&words| text.starts_with(words));
+            // The errors may be those of another function, which a link names.
+            let leans =
+                text(line).filter(|text| begins(text) && (above.is_empty() || above.starts_with("# ")));
+            let leans = leans.filter(|text| above.is_empty() || !text.starts_with("As [`"));
+            if let Some(text) = leans.filter(|text| !STILL.contains(text)) {
+                leaning.push(format!("{}:{}: {text}", source.path.display(), at + 1));
+            }
+            before = line;
+        }
+    }
+    let way = "say what the item is";
+    assert!(leaning.is_empty(), "comments that cannot be read alone: {way}\n{}", leaning.join("\n"));
+}
+
+/// The files of the crates that are shipped.
+fn product() -> impl Iterator<Item = Source> {
+    let is_product = |source: &Source| {
+        source.path.starts_with("crates") && !TESTING.iter().any(|testing| source.path.starts_with(testing))
+    };
+    crates().into_iter().flatten().filter(is_product)
 }
 
 /// The crates that write into folders of state.

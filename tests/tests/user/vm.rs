@@ -11,7 +11,7 @@ use std::time::Duration;
 use device::{Disk, RamDisk};
 use dsync_tests::guest::{self, Guest, Kernel, Options};
 use dsync_tests::{Random, Run, Site, got, image, left_out, need, profile_dir, repository, soak};
-use nbd::{Export, ExportInfo, Exports, Refusal, Server};
+use nbd::{Export, ExportInfo, ExportRefusal, Exports, Server};
 use testing::faulty::{FaultyDisk, Keep, Outage, Power};
 
 const MIB: u64 = 1 << 20;
@@ -139,7 +139,7 @@ impl Exports for One {
         vec![ExportInfo { name: "meta".into(), description: String::new() }]
     }
 
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         Ok(Export::new(name, Arc::clone(&self.0) as Arc<dyn Disk>))
     }
 }

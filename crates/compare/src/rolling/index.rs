@@ -16,7 +16,7 @@ const EMPTY: u32 = u32::MAX;
 ///
 /// It takes 29 to 45 bytes per block: at most 6 MiB per GiB in blocks of 8 KiB (a disk of 64 MiB), and 360 KiB per GiB of a
 /// disk of 16 GiB or more.
-pub struct Index {
+pub struct BlockIndex {
     params: SumParams,
     pub(super) hasher: Hasher,
     /// By the block's number.
@@ -33,15 +33,15 @@ pub struct Index {
     pub(super) filter: SumFilter,
 }
 
-impl Index {
+impl BlockIndex {
     /// An empty index; copies may read the first `movable` bytes of the destination.
     ///
     /// # Errors
     /// `InvalidData` for parameters out of range.
-    pub fn new(params: SumParams, movable: u64) -> io::Result<Index> {
+    pub fn new(params: SumParams, movable: u64) -> io::Result<BlockIndex> {
         params.check()?;
         let hasher = Hasher::new(&params);
-        Ok(Index {
+        Ok(BlockIndex {
             hasher,
             params,
             sums: Vec::new(),

@@ -1,6 +1,6 @@
 //! Finding data that has moved.
 //!
-//! The destination sends the sums of its blocks ([`block_sums`]); the source keeps them in an [`Index`] and searches all of its
+//! The destination sends the sums of its blocks ([`block_sums`]); the source keeps them in an [`BlockIndex`] and searches all of its
 //! own bytes for what can be copied ([`changes`]). After "The rsync algorithm" (Tridgell and Mackerras), with these differences:
 //!
 //! - The weak sum depends on a key drawn for each sync, so collisions cannot be crafted.
@@ -37,7 +37,7 @@ use std::sync::Arc;
 
 use device::{Buf, Disk};
 
-pub use index::Index;
+pub use index::BlockIndex;
 pub use order::Cycles;
 pub use plan::{Change, InPlace, changes};
 pub use sums::{SUMS, SumParams, SumReport, block_sums};

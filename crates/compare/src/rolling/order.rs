@@ -30,7 +30,7 @@ const BACK: usize = 64;
 
 /// A copy, in an order in which it can be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct OrderedCopy {
     pub at: u64,
     pub from: u64,
     pub len: u64,
@@ -62,7 +62,7 @@ struct Graph<'a> {
 
 /// Orders copies, which must ascend by destination and not overlap there. Returns them in order, and the ranges that must be
 /// sent, ascending.
-pub(super) fn order(nodes: &[Move], cycles: Cycles) -> (Vec<Step>, Vec<Range<u64>>) {
+pub(super) fn order(nodes: &[Move], cycles: Cycles) -> (Vec<OrderedCopy>, Vec<Range<u64>>) {
     let mut graph = Graph {
         nodes,
         cycles,
@@ -203,7 +203,7 @@ impl Graph<'_> {
         cuts.insert(from, new);
     }
 
-    fn result(mut self) -> (Vec<Step>, Vec<Range<u64>>) {
+    fn result(mut self) -> (Vec<OrderedCopy>, Vec<Range<u64>>) {
         let mut steps = Vec::with_capacity(self.done.len());
         let mut sent: Vec<Range<u64>> = Vec::new();
         for number in 0..self.nodes.len() as u32 {
@@ -217,7 +217,12 @@ impl Graph<'_> {
         while let Some(number) = self.done.pop() {
             let node = *self.node(number);
             let Some(cuts) = self.cut.get(&number) else {
-                steps.push(Step { at: node.at, from: node.from, len: node.len, hash: Some(node.hash) });
+                steps.push(OrderedCopy {
+                    at: node.at,
+                    from: node.from,
+                    len: node.len,
+                    hash: Some(node.hash),
+                });
                 continue;
             };
             let mut pieces = Vec::with_capacity(cuts.len() + 1);
@@ -226,7 +231,7 @@ impl Graph<'_> {
             for cut in cuts.iter().chain([&end]) {
                 if begin < cut.start {
                     let (at, from) = (node.at + begin, node.from + begin);
-                    pieces.push(Step { at, from, len: cut.start - begin, hash: None });
+                    pieces.push(OrderedCopy { at, from, len: cut.start - begin, hash: None });
                 }
                 begin = cut.end;
             }
@@ -247,7 +252,7 @@ mod tests {
     use super::*;
 
     /// Makes the copies in order, and checks that each reads original bytes.
-    fn copy(old: &[u8], steps: &[Step]) -> Vec<u8> {
+    fn copy(old: &[u8], steps: &[OrderedCopy]) -> Vec<u8> {
         let mut bytes = old.to_vec();
         for s in steps {
             let read = bytes[s.from as usize..(s.from + s.len) as usize].to_vec();

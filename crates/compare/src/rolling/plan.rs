@@ -9,7 +9,7 @@ use device::{Buf, Disk};
 use extents::Extents;
 use serde::{Deserialize, Serialize};
 
-use super::index::Index;
+use super::index::BlockIndex;
 use super::order::{Cycles, order};
 use super::scan::{LONGEST, Move, Scan, Token, hash};
 use super::sums::CHUNK;
@@ -86,7 +86,7 @@ type Piece = (Range<u64>, Vec<Token>, VecDeque<Buf>);
 /// If the disk or `found` fails.
 pub fn changes(
     disk: &Arc<dyn Disk>,
-    index: &Index,
+    index: &BlockIndex,
     in_place: Option<InPlace>,
     mut found: impl FnMut(Change) -> io::Result<()>,
     taken: impl Fn(u64),
@@ -134,7 +134,7 @@ pub fn changes(
 /// Scans all chunks on all cores, and passes their tokens on in order, each with the bytes read for it.
 fn scan(
     disk: &Arc<dyn Disk>,
-    index: &Index,
+    index: &BlockIndex,
     with_data: bool,
     mut sink: impl FnMut(u64, Piece) -> io::Result<()>,
 ) -> io::Result<()> {

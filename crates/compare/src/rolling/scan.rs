@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use twox_hash::XxHash3_128;
 
-use super::index::Index;
+use super::index::BlockIndex;
 use crate::is_zero;
 
 /// The longest copy: the limit for a record of a delta.
@@ -52,7 +52,7 @@ enum Found {
 
 /// The scan of one chunk.
 pub(super) struct Scan<'a> {
-    index: &'a Index,
+    index: &'a BlockIndex,
     block: usize,
     /// The chunk, and around it as much as a block across its ends needs.
     data: &'a [u8],
@@ -69,9 +69,9 @@ pub(super) struct Scan<'a> {
 }
 
 impl<'a> Scan<'a> {
-    /// Of the chunk `chunk` of a source of `size` bytes; `data` begins at `start`.
+    /// Scans the chunk `chunk` of a source of `size` bytes; `data` begins at `start`.
     pub(super) fn new(
-        index: &'a Index,
+        index: &'a BlockIndex,
         data: &'a [u8],
         start: u64,
         size: u64,

@@ -51,8 +51,8 @@ fn edit(bytes: &mut Vec<u8>, (what, at, len, other): Edit, most: usize) {
     }
 }
 
-fn index(old: &Arc<dyn Disk>, params: &SumParams) -> Index {
-    let mut index = Index::new(params.clone(), old.len()).unwrap();
+fn index(old: &Arc<dyn Disk>, params: &SumParams) -> BlockIndex {
+    let mut index = BlockIndex::new(params.clone(), old.len()).unwrap();
     block_sums(old, params, |(said, sums)| index.hear(&said, &sums)).unwrap();
     assert!(index.is_whole());
     index.finish();
@@ -294,7 +294,7 @@ fn nothing_is_copied_from_behind_the_replica() {
     let old = noise(8 * 4096, 8);
     let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
     let params = SumParams { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
-    let mut index = Index::new(params.clone(), 4 * 4096).unwrap();
+    let mut index = BlockIndex::new(params.clone(), 4 * 4096).unwrap();
     block_sums(&destination, &params, |(said, sums)| index.hear(&said, &sums)).unwrap();
     index.finish();
     let block = |number: usize| &old[number * 4096..(number + 1) * 4096];
@@ -334,7 +334,7 @@ fn blocks_that_cannot_be_read_are_sent() {
     let blocks: Vec<u64> = lacking.unreadable().iter().map(|range| range.start / 4096).collect();
     assert_eq!(blocks, bad.map(|at| at / 4096));
     assert!(sound.unreadable().is_empty());
-    let all = |index: &Index, source: &[u8]| {
+    let all = |index: &BlockIndex, source: &[u8]| {
         let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(source));
         let mut ranges: Vec<(bool, u64, u64)> = Vec::new();
         let found = |change| {
@@ -374,22 +374,22 @@ fn a_lying_account_is_refused_or_does_no_harm() {
         (SumReport::Zero(0..50_000), vec![]),
         (SumReport::Zero(0..4096), vec![1]),
     ] {
-        assert!(Index::new(params.clone(), 40_000).unwrap().hear(&said, &sums).is_err(), "{said:?}");
+        assert!(BlockIndex::new(params.clone(), 40_000).unwrap().hear(&said, &sums).is_err(), "{said:?}");
     }
-    let mut short = Index::new(params.clone(), 40_000).unwrap();
+    let mut short = BlockIndex::new(params.clone(), 40_000).unwrap();
     short.hear(&SumReport::Sums(0..5000), &[1; 2 * SUMS]).unwrap();
     assert!(short.hear(&SumReport::Sums(5000..9000), &[1; SUMS]).is_err(), "nothing follows a short block");
     assert!(short.hear(&SumReport::Zero(5000..9000), &[]).is_err(), "but its end");
     short.hear(&SumReport::Zero(5000..40_000), &[]).unwrap();
     for block in [0, 1, 256, 5000, 1 << 31] {
-        assert!(Index::new(SumParams { block, ..params.clone() }, 0).is_err());
+        assert!(BlockIndex::new(SumParams { block, ..params.clone() }, 0).is_err());
     }
 
     // Equal weak sums for everything, which are also those of the source, and false strong ones: it takes no time.
     let new = vec![0x55; 24 << 20];
     let params = SumParams { size: 24 << 20, block: 65536, key: KEY, keep_going: false };
     let mut sums = sums::Hasher::new(&params).sums(sums::Hasher::new(&params).weak.sum(&new[..65536]), &new);
-    let mut index = Index::new(params, 24 << 20).unwrap();
+    let mut index = BlockIndex::new(params, 24 << 20).unwrap();
     for chunk in 0..6 {
         let mut told = Vec::new();
         for block in 0..64u8 {
@@ -427,7 +427,7 @@ fn a_block_at_its_place_is_believed_by_96_bits() {
     })
     .unwrap();
     let sent = |flip: Option<usize>| {
-        let mut index = Index::new(params.clone(), old.len() as u64).unwrap();
+        let mut index = BlockIndex::new(params.clone(), old.len() as u64).unwrap();
         for (said, sums) in &told {
             let mut sums = sums.clone();
             if let Some(bit) = flip {

@@ -155,7 +155,7 @@ const MOST_KEPT: usize = 64 << 20;
 /// The most that is kept between two works.
 const AT_REST: usize = 24 << 20;
 
-/// That of all threads. The lock is held to move an entry and to free what makes room for it, and never together with another.
+/// The memory kept by all threads. The lock is held to move an entry and to free what makes room for it, never together with another.
 static KEPT: Mutex<Kept> = Mutex::new(Kept::new());
 static FRESH: AtomicU64 = AtomicU64::new(0);
 

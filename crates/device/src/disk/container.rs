@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::Buf;
-use crate::disk::file::Options;
+use crate::disk::file::DiskOptions;
 
 /// How a disk lies in its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -59,7 +59,8 @@ const FORMATS: [(&str, u64, &[u8]); 7] = [
 /// The format of an image that is not raw. `None` if none is recognised, or the image cannot be read: opening
 /// it later reports why. The page cache is left as it was.
 pub fn container_format(image: &Path) -> Option<&'static str> {
-    let disk = crate::disk::file::open(image, &Options { direct: true, ..Options::default() }).ok()?;
+    let disk =
+        crate::disk::file::open(image, &DiskOptions { direct: true, ..DiskOptions::default() }).ok()?;
     let mut head = Buf::new(disk.len().min(HEAD) as usize);
     disk.read_at(0, &mut head).ok()?;
     let is = |offset: u64, magic: &[u8]| head.get(offset as usize..).is_some_and(|at| at.starts_with(magic));

@@ -25,7 +25,7 @@ use self::uring::UringQueue;
 
 /// How to open a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Options {
+pub struct DiskOptions {
     /// Open for reading and writing, rather than reading only.
     pub write: bool,
     /// Bypass the page cache, with many requests in flight. A file system that has no direct I/O is used through the
@@ -68,27 +68,27 @@ pub(crate) struct FileDisk {
 }
 
 /// Opens a file or a block device as a disk.
-pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError> {
+pub fn open(path: &Path, options: &DiskOptions) -> Result<Arc<dyn Disk>, DeviceError> {
     Ok(Arc::new(FileDisk::open(path, options)?))
 }
 
 /// [`open`] as if the kernel had no io_uring, for tests of the fallback.
 #[doc(hidden)]
-pub fn open_without_uring(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError> {
+pub fn open_without_uring(path: &Path, options: &DiskOptions) -> Result<Arc<dyn Disk>, DeviceError> {
     Ok(Arc::new(FileDisk { threads: true, ..FileDisk::open(path, options)? }))
 }
 
 /// Makes a disk of an open file or block device. `path` is what messages call it.
 ///
 /// Opens `file` again if `options` needs more than it was opened with: direct I/O, exclusive use.
-pub fn adopt(file: File, path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError> {
+pub fn adopt(file: File, path: &Path, options: &DiskOptions) -> Result<Arc<dyn Disk>, DeviceError> {
     Ok(Arc::new(FileDisk::adopt(file, path, options)?))
 }
 
 /// Makes a disk of a file that is open for writing, whose whole pages are written past the page cache. `None` where that is not supported.
 pub(crate) fn past_cache(file: File) -> Option<Arc<dyn Disk>> {
     let path = std::fs::read_link(by_descriptor(&file)).ok()?;
-    let options = Options { write: true, direct: true, exclusive: false };
+    let options = DiskOptions { write: true, direct: true, exclusive: false };
     let disk = FileDisk::adopt(file, &path, &options).ok()?;
     disk.direct().is_some().then(|| Arc::new(disk) as Arc<dyn Disk>)
 }
@@ -119,12 +119,12 @@ fn refuse_used(path: &Path) -> Result<(), DeviceError> {
     }
 }
 
-fn open_file(path: &Path, options: &Options, flags: i32) -> io::Result<File> {
+fn open_file(path: &Path, options: &DiskOptions, flags: i32) -> io::Result<File> {
     OpenOptions::new().read(true).write(options.write).custom_flags(flags).open(path)
 }
 
 impl FileDisk {
-    fn open(path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
+    fn open(path: &Path, options: &DiskOptions) -> Result<FileDisk, DeviceError> {
         let fail = |e| DeviceError::from_io("open", path, e);
         // Checked before it is opened: opening a pipe would wait, opening a tape would rewind it.
         let metadata = std::fs::metadata(path).map_err(fail)?;
@@ -152,7 +152,7 @@ impl FileDisk {
         }
     }
 
-    fn adopt(file: File, path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
+    fn adopt(file: File, path: &Path, options: &DiskOptions) -> Result<FileDisk, DeviceError> {
         let fail = |e| DeviceError::from_io("open", path, e);
         let kind = file.metadata().map_err(fail)?.file_type();
         if kind.is_block_device() {
@@ -163,7 +163,7 @@ impl FileDisk {
         Self::new(file, path, options)
     }
 
-    fn new(plain: File, path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
+    fn new(plain: File, path: &Path, options: &DiskOptions) -> Result<FileDisk, DeviceError> {
         let fail = |e| DeviceError::from_io("open", path, e);
         if options.exclusive && !plain.metadata().map_err(fail)?.file_type().is_block_device() {
             refuse_used(path)?;
@@ -551,7 +551,7 @@ impl Disk for FileDisk {
 }
 
 /// Opens the same file once more for direct I/O. `None` if that is not supported.
-fn open_direct(plain: &File, metadata: &std::fs::Metadata, options: &Options) -> Option<File> {
+fn open_direct(plain: &File, metadata: &std::fs::Metadata, options: &DiskOptions) -> Option<File> {
     let file = open_file(&by_descriptor(plain), options, libc::O_DIRECT).ok()?;
     let same = file.metadata().is_ok_and(|m| (m.dev(), m.ino()) == (metadata.dev(), metadata.ino()));
     let possible = sys::direct_alignment(&file).is_none_or(|(memory, offset)| {

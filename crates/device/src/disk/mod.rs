@@ -33,7 +33,7 @@ pub type Pieces = SmallVec<[Piece; 1]>;
 
 /// What a request does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum RequestKind {
     /// Fill the buffer from the pieces, one after the other.
     Read,
     /// Write the buffer to the pieces, one after the other. With `fua` the data is durable at completion.
@@ -63,7 +63,7 @@ pub enum Kind {
 #[derive(Debug)]
 pub struct Request {
     /// What to do.
-    pub kind: Kind,
+    pub kind: RequestKind,
     /// Where. Empty for a flush.
     pub pieces: Pieces,
     /// The data: as long as the pieces together for reads and writes, empty otherwise.
@@ -75,7 +75,7 @@ pub struct Request {
 impl Request {
     /// Refuses a buffer that is not as long as the pieces together.
     pub fn check(&self) -> io::Result<()> {
-        if !matches!(self.kind, Kind::Read | Kind::Write { .. }) {
+        if !matches!(self.kind, RequestKind::Read | RequestKind::Write { .. }) {
             return Ok(());
         }
         let total = self.pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.len));
@@ -93,33 +93,33 @@ impl Request {
         let (mut at, mut durable) = (0, false);
         for piece in &self.pieces {
             match self.kind {
-                Kind::Read => {
+                RequestKind::Read => {
                     let end = at + piece.len as usize;
                     disk.read_at(piece.offset, &mut self.buf[at..end])?;
                     at = end;
                 }
                 // For many pieces one flush is cheaper than as many forced writes.
-                Kind::Write { fua: true } if self.pieces.len() == 1 => {
+                RequestKind::Write { fua: true } if self.pieces.len() == 1 => {
                     disk.write_through(piece.offset, &self.buf)?;
                 }
-                Kind::Write { fua } => {
+                RequestKind::Write { fua } => {
                     durable |= fua;
                     let end = at + piece.len as usize;
                     disk.write_at(piece.offset, &self.buf[at..end])?;
                     at = end;
                 }
-                Kind::Zero { unmap, fast, fua } => {
+                RequestKind::Zero { unmap, fast, fua } => {
                     durable |= fua;
                     disk.zero(piece.offset, piece.len, unmap, fast)?;
                 }
-                Kind::Discard { fua } => {
+                RequestKind::Discard { fua } => {
                     durable |= fua;
                     disk.discard(piece.offset, piece.len)?;
                 }
-                Kind::Flush => {}
+                RequestKind::Flush => {}
             }
         }
-        if durable || self.kind == Kind::Flush { disk.flush() } else { Ok(()) }
+        if durable || self.kind == RequestKind::Flush { disk.flush() } else { Ok(()) }
     }
 }
 

@@ -12,7 +12,7 @@ use extents::Bitmap;
 use rustix::fs::{Mode, OFlags};
 
 use crate::disk::buffer::Buf;
-use crate::disk::file::{Options, adopt};
+use crate::disk::file::{DiskOptions, adopt};
 use crate::disk::threads::ThreadQueue;
 use crate::disk::{Disk, Queue};
 use crate::error::within;
@@ -53,7 +53,7 @@ impl Overlay {
     pub fn new(base: Arc<dyn Disk>, folder: &Path) -> io::Result<Overlay> {
         let file = nameless(folder)?;
         file.set_len(base.len())?;
-        let options = Options { write: true, direct: false, exclusive: false };
+        let options = DiskOptions { write: true, direct: false, exclusive: false };
         let scratch = adopt(file.try_clone()?, &folder.join("scratch file"), &options);
         let scratch = scratch.map_err(io::Error::other)?;
         let mut block = BLOCK;

@@ -112,14 +112,14 @@ mod tests {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::*;
-    use crate::{Buf, Kind, Piece};
+    use crate::{Buf, Piece, RequestKind};
 
     #[test]
     fn a_panic_completes_its_request_with_an_error() {
         let mut queue = ThreadQueue::new(Arc::new(|_: &mut Request| panic!("planted")), 1).unwrap();
         for token in 0..2 {
             let pieces = [Piece { offset: 0, len: 1 }].into_iter().collect();
-            queue.submit(Request { kind: Kind::Read, pieces, buf: Buf::new(1), token });
+            queue.submit(Request { kind: RequestKind::Read, pieces, buf: Buf::new(1), token });
             let done = queue.complete(true).expect("a completion");
             assert_eq!((done.request.token, done.result.is_err()), (token, true));
         }
@@ -131,7 +131,7 @@ mod tests {
         let mut queue = ThreadQueue::new(Arc::new(|_: &mut Request| Ok(())), 4).unwrap();
         for token in 0..100_000 {
             let pieces = [Piece { offset: 0, len: 1 }].into_iter().collect();
-            queue.submit(Request { kind: Kind::Read, pieces, buf: Buf::new(1), token });
+            queue.submit(Request { kind: RequestKind::Read, pieces, buf: Buf::new(1), token });
             // Now later, now sooner.
             (0..token % 97).for_each(|_| std::hint::spin_loop());
             while queue.complete(false).is_none() {

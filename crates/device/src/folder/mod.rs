@@ -375,7 +375,7 @@ fn copies_on_write(file: &File) -> io::Result<bool> {
     const F2FS: i64 = 0xf2f5_2010;
     const NILFS: i64 = 0x3434;
     const ZFS: i64 = 0x2fc1_2fc1;
-    /// Its upper layer may be any of them.
+    /// The upper layer of an overlay may be any of these.
     const OVERLAYFS: i64 = 0x794c_7630;
     // The type is an unsigned number of 32 bits, extended in different ways.
     let kind = rustix::fs::fstatfs(file)?.f_type as i64 & 0xffff_ffff;

@@ -19,13 +19,13 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// The system's.
+    /// The clock of this machine's kernel.
     pub fn system() -> Clock {
         let tick = rustix::time::clock_getres(rustix::time::ClockId::RealtimeCoarse);
         Clock { now: Arc::new(system), tick: (tick.tv_nsec.max(1) as u64).max(1_000_000) }
     }
 
-    /// Another machine's, which stamps exactly. No two answers of `now` are equal.
+    /// The clock of another machine, which stamps exactly. No two answers of `now` are equal.
     pub fn exact(now: impl Fn() -> u64 + Send + Sync + 'static) -> Clock {
         Clock { now: Arc::new(now), tick: 0 }
     }
@@ -126,7 +126,7 @@ impl Boot {
     /// is then doubted without need: a foreign write in that time is the worse mistake.
     pub const DYING: u64 = 50_000_000;
 
-    /// This one, and that of the disks on which these paths are.
+    /// This boot of the machine, with the attachments of the disks on which these paths are.
     pub fn of(paths: &[&Path]) -> Boot {
         let Boot { mut id, began } = Boot::current();
         for path in if id.is_empty() { &[] } else { paths } {
@@ -147,7 +147,7 @@ impl Boot {
         if disks.any(differ) { Life::Detached } else { Life::This }
     }
 
-    /// This boot.
+    /// This boot of the machine, without its disks.
     pub fn current() -> Boot {
         let id =
             std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();

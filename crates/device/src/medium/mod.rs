@@ -40,7 +40,7 @@ use crate::disk::table;
 use crate::error::is_unreadable;
 use crate::identity::{diskseq, sysfs};
 use crate::medium::clock::Boot;
-use crate::medium::written::{Counters, Written};
+use crate::medium::written::{Counters, WriteCounts};
 
 /// A block device at a moment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,7 +52,7 @@ pub struct Medium {
     /// The diskseq of the medium.
     pub diskseq: Option<u64>,
     /// What was written to it by then; `None` where the kernel does not count.
-    pub written: Option<Written>,
+    pub written: Option<WriteCounts>,
     /// Hashes of the edges of the disk and its partitions, in pieces; see [`Medium::differs`]. Empty if they were not
     /// read, of both that are compared.
     pub edges: String,
@@ -109,11 +109,11 @@ impl Medium {
         Medium { edges: String::new(), ..self.clone() }
     }
 
-    /// As it would be if so many of the sectors that were written since `before` had not been.
+    /// The medium without so many of the sectors that were written since `before`.
     pub fn without(&self, before: &Medium, sectors: u64) -> Medium {
-        let less = |now: Written, before: Written| {
+        let less = |now: WriteCounts, before: WriteCounts| {
             let since = now.sectors.saturating_sub(before.sectors);
-            Written { sectors: now.sectors - since.min(sectors), ..now }
+            WriteCounts { sectors: now.sectors - since.min(sectors), ..now }
         };
         Medium {
             written: self.written.zip(before.written).map(|(now, before)| less(now, before)),
@@ -199,7 +199,7 @@ pub fn masked(print: &str, hidden: impl Iterator<Item = bool>) -> String {
 /// The hash of a part of a disk, for [`agree`].
 ///
 /// # Errors
-/// As for [`Medium::of`].
+/// As [`Medium::of`].
 pub fn hash_of(disk: &dyn Disk, at: u64, buf: &mut [u8]) -> io::Result<String> {
     match disk.read_at(at, buf) {
         Ok(()) => Ok(blake3::hash(buf).to_hex()[..HASH].to_owned()),
@@ -244,7 +244,7 @@ pub fn disk_id(device: u64) -> Option<String> {
     Some(format!("{cut}-{}", &blake3::hash(id.as_bytes()).to_hex()[..HASH]))
 }
 
-/// By the device's folder in sysfs.
+/// An id that a device keeps, from its folder in sysfs.
 fn id_at(place: &Path) -> Option<String> {
     let read = |name: &str| {
         let text = std::fs::read_to_string(place.join(name)).ok()?;
@@ -305,7 +305,7 @@ mod tests {
     use crate::RamDisk;
 
     fn medium(disk: &RamDisk) -> Medium {
-        let written = Some(Written::default());
+        let written = Some(WriteCounts::default());
         Medium {
             id: Some("a".into()),
             boot: "b".into(),
@@ -321,7 +321,7 @@ mod tests {
         let was = medium(&disk);
         assert_eq!(was.differs(&was), None);
         assert!(was.is_proof_of(&was));
-        let moved = Some(Written { sectors: 8, ..Written::default() });
+        let moved = Some(WriteCounts { sectors: 8, ..WriteCounts::default() });
         let changed = |now: Medium| was.differs(&now);
         assert_eq!(changed(Medium { written: moved, ..was.clone() }), Some(MediumChange::Written));
         assert_eq!(changed(Medium { id: Some("c".into()), ..was.clone() }), Some(MediumChange::OtherDisk));

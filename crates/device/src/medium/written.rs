@@ -12,7 +12,7 @@ use crate::usage::may_change;
 
 /// What was written to a block device since it appeared, by any program: if two counts are equal, nothing was written in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Written {
+pub struct WriteCounts {
     /// Sectors of 512 bytes, by writes that have ended.
     pub sectors: u64,
     /// Sectors, by discards that have ended.
@@ -24,15 +24,15 @@ pub struct Written {
     pub beside: Option<[u64; 2]>,
 }
 
-impl Written {
+impl WriteCounts {
     /// True if something was written or discarded between this count and a later one.
-    pub fn has_moved(&self, now: &Written) -> bool {
+    pub fn has_moved(&self, now: &WriteCounts) -> bool {
         let beside = self.beside.zip(now.beside).is_some_and(|(before, now)| before != now);
         beside || (self.sectors, self.discarded) != (now.sectors, now.discarded)
     }
 
     /// Counts for the device of this number; a partition counts what goes through it. `None` if the kernel does not count.
-    pub fn of(device: u64) -> Option<Written> {
+    pub fn of(device: u64) -> Option<WriteCounts> {
         Counters::of(device)?.read_own()
     }
 }
@@ -62,10 +62,10 @@ impl Counter {
         Some(Counter { stat: open("stat")?, in_flight: open("inflight")? })
     }
 
-    fn read(&self) -> Option<Written> {
+    fn read(&self) -> Option<WriteCounts> {
         let (stat, in_flight) = (numbers(&self.stat)?, numbers(&self.in_flight)?);
         let (sectors, discarded) = (*stat.get(6)?, *stat.get(13)?);
-        Some(Written { sectors, discarded, in_flight: *in_flight.get(1)?, beside: None })
+        Some(WriteCounts { sectors, discarded, in_flight: *in_flight.get(1)?, beside: None })
     }
 }
 
@@ -102,12 +102,12 @@ impl Counters {
     }
 
     /// What goes through the device itself. `None` if the kernel does not count.
-    fn read_own(&self) -> Option<Written> {
+    fn read_own(&self) -> Option<WriteCounts> {
         (numbers(&self.counts)? == [1]).then(|| self.own.read())?
     }
 
-    /// Of a partition also what goes past all partitions. `None` if the kernel does not count.
-    pub(crate) fn read(&self) -> Option<Written> {
+    /// What goes through the device, and for a partition also what goes past all partitions. `None` if the kernel does not count.
+    pub(crate) fn read(&self) -> Option<WriteCounts> {
         let Some((disk, partitions)) = &self.disk else { return self.read_own() };
         for _ in 0..READS {
             let before = disk.read()?;
@@ -120,7 +120,7 @@ impl Counters {
             let after = disk.read()?;
             // Between these two reads no write ended that only one count would have.
             if (before.sectors, before.discarded) == (after.sectors, after.discarded) {
-                return Some(Written { beside: Some(beside), ..own });
+                return Some(WriteCounts { beside: Some(beside), ..own });
             }
         }
         None
@@ -150,7 +150,7 @@ impl WriteTimes {
 pub struct WriteWatch {
     path: PathBuf,
     counters: Option<Counters>,
-    begun: Option<Written>,
+    begun: Option<WriteCounts>,
 }
 
 impl WriteWatch {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use delta::Epoch;
 use serde::Serialize;
-use source::{Bookmarks, Handle, History, Position, SourceError, StateDir};
+use source::{Bookmarks, Handle, History, KnownPosition, SourceError, StateDir};
 use sync::SyncError;
 use uuid::Uuid;
 
@@ -60,7 +60,7 @@ struct Changes {
 }
 
 /// Sets, lists or removes named checkpoints.
-pub(crate) fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::CheckpointArgs, state: &StateDir, output: &Output) -> Result<()> {
     if args.list {
         return list(&args.source, state, output);
     }
@@ -83,12 +83,12 @@ pub(crate) fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) ->
 }
 
 /// How long a checkpoint waits for its source.
-fn patience(args: &args::Checkpoint) -> WaitArg {
+fn patience(args: &args::CheckpointArgs) -> WaitArg {
     WaitArg { wait: args.wait.wait.or_else(|| args.at.is_some().then_some(PATIENCE)) }
 }
 
 fn set(
-    args: &args::Checkpoint,
+    args: &args::CheckpointArgs,
     confirmed: Option<(Uuid, Uuid)>,
     handle: &Handle,
     output: &Output,
@@ -201,7 +201,7 @@ fn changed(history: &History, since: &Epoch, block_size: u32) -> Result<u64, Sou
 }
 
 /// Prints what changed since a checkpoint.
-pub(crate) fn changes(args: &args::Changes, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn changes(args: &args::ChangesArgs, state: &StateDir, output: &Output) -> Result<()> {
     let handle = crate::reach::source::attach(state, &args.source, &args.open)?;
     effect::on_source(&(&handle).into(), &args.open, &[], output);
     let found = find(args, &handle);
@@ -216,13 +216,13 @@ pub(crate) fn changes(args: &args::Changes, state: &StateDir, output: &Output) -
     out.flush().context("cannot print the changes")
 }
 
-fn find(args: &args::Changes, handle: &Handle) -> Result<Changes, SyncError> {
+fn find(args: &args::ChangesArgs, handle: &Handle) -> Result<Changes, SyncError> {
     let since = handle.epoch(&args.since)?;
     let upto = match &args.at {
         Some(at) => handle.epoch(at)?,
         None => {
             // If the changes are not known, no epoch ends.
-            handle.reaches(&[Position { epoch: since, upto: u64::MAX }])?;
+            handle.reaches(&[KnownPosition { epoch: since, upto: u64::MAX }])?;
             handle.end_epoch()?
         }
     };

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::Result;
-use replica::{Reader, ReplicaError};
+use replica::{ReplicaError, ReplicaReader};
 use source::{Handle, StateDir};
 use sync::{
     Class, DemoteOptions, DemoteSummary, LastWord, PromoteOptions, Promotion, Summary, SyncError, SyncOptions,
@@ -43,9 +43,9 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
 }
 
 /// Says who shows the replica to clients, which lose it to a promotion.
-pub(crate) fn warn_of_readers(path: &Path, options: &replica::Options, output: &Output) {
+pub(crate) fn warn_of_readers(path: &Path, options: &replica::ReplicaOptions, output: &Output) {
     let readers = replica::readers(path, options).unwrap_or_default();
-    for Reader { process, epoch, .. } in readers.iter().filter(|reader| reader.lost.is_none()) {
+    for ReplicaReader { process, epoch, .. } in readers.iter().filter(|reader| reader.lost.is_none()) {
         output.warn(&format!(
             "process {process} shows epoch {epoch} of {} to its clients, which get I/O errors after the promotion",
             path.display()

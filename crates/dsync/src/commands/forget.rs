@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use replica::{KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
-use source::{About, Bookmarks, SourceError, StateDir, Tally, Work};
+use source::{Bookmarks, SourceError, SourceMetadata, StateDir, Tally, Work};
 
 use crate::args;
 use crate::failure::Failure;
@@ -89,7 +89,7 @@ fn is_replica(what: &str, state: &StateDir) -> bool {
 }
 
 /// Refuses a path that is a source and a replica: one was meant, and the other is not to be lost. Of a disk that is gone, neither is of use.
-fn refuse_both(what: &str, about: &About) -> Result<()> {
+fn refuse_both(what: &str, about: &SourceMetadata) -> Result<()> {
     if device::is_there(&about.path) {
         bail!(Failure::refused(format!(
             "{what} is a source and a replica: run \"dsync forget --replica {what}\" to forget that it is a replica, or \"dsync forget \
@@ -100,7 +100,13 @@ fn refuse_both(what: &str, about: &About) -> Result<()> {
     Ok(())
 }
 
-fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
+fn source(
+    place: &Path,
+    about: &SourceMetadata,
+    dry_run: bool,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
     let bookmarks = Bookmarks::read(&device::Dir::open(place)?)?;
     let names = |names: Vec<&String>| names.into_iter().cloned().collect::<Vec<_>>().join(", ");
     let replicas = names(bookmarks.replicas().map(|(name, _)| name).collect());
@@ -197,7 +203,8 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     let kept_of_gone = is_gone.then(|| replica::history(&path, &options)).transpose();
     // Opening it completes an interrupted commit, so that the file that stays is consistent if possible. What others have written to it
     // stays, too.
-    let open = |adopt| Replica::open(&path, &replica::Options { doubt: true, adopt, ..options.clone() });
+    let open =
+        |adopt| Replica::open(&path, &replica::ReplicaOptions { doubt: true, adopt, ..options.clone() });
     let replica = match open(false) {
         // What would say whether a commit is to be completed is lost: it stays as it was before that.
         Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if device::is_there(&path) => {
@@ -254,11 +261,11 @@ fn lost_past(moments: usize) -> &'static str {
 fn away(
     path: &Path,
     folder: &Path,
-    options: &replica::Options,
+    options: &replica::ReplicaOptions,
     dry_run: bool,
     output: &Output,
 ) -> Result<()> {
-    let options = replica::Options { folder: Some(folder.to_path_buf()), ..options.clone() };
+    let options = replica::ReplicaOptions { folder: Some(folder.to_path_buf()), ..options.clone() };
     let moments = replica::history(path, &options).map_or(0, |history| history.moments.len());
     if !dry_run {
         KnownReplicas::forget_state(folder)?;

@@ -165,7 +165,7 @@ fn give_up(
 }
 
 /// Runs a mirror until a signal ends it.
-pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn mirror(name: &str, args: &args::MirrorArgs, state: &StateDir, output: &Output) -> Result<()> {
     if args.destination.is_some() {
         return Err(Failure::usage(ALONE).into());
     }

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Result;
-use replica::{Group, GroupHistory, GroupMoment, Options};
+use replica::{Group, GroupHistory, GroupMoment, ReplicaOptions};
 use serde::Serialize;
 use source::StateDir;
 use uuid::Uuid;
 
 use crate::args;
-use crate::commands::rewind::{self, Point, pick};
+use crate::commands::rewind::{self, RewindPoint, pick};
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::reach::location;
@@ -44,15 +44,15 @@ struct Rewound {
 /// The common epoch that is meant; `None` if it is the present one.
 pub(crate) fn choose_common(history: &GroupHistory, to: &str) -> Result<Option<GroupMoment>, Failure> {
     let there = history.apart.is_empty();
-    let point = |moment: &GroupMoment| Point {
+    let point = |moment: &GroupMoment| RewindPoint {
         epoch: Some(moment.epoch),
         ahead: false,
         state: None,
         at: Some(moment.at),
     };
-    let nowhere = Point { epoch: None, ahead: false, state: None, at: None };
+    let nowhere = RewindPoint { epoch: None, ahead: false, state: None, at: None };
     let present = if there { point(&history.present) } else { nowhere };
-    let moments: Vec<Point> = history.moments.iter().map(point).collect();
+    let moments: Vec<RewindPoint> = history.moments.iter().map(point).collect();
     let list = format!("dsync rewind --group {}", history.dir.display());
     let found = pick(to, &present, &moments, &list)?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
@@ -124,7 +124,7 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
 }
 
 /// Refuses disks that were promoted: they are sources, and keep no moments.
-fn refuse_sources(history: &GroupHistory, options: &Options) -> Result<()> {
+fn refuse_sources(history: &GroupHistory, options: &ReplicaOptions) -> Result<()> {
     for path in &history.members {
         let lineage = replica::inspect(path, options)?;
         if lineage.is_some_and(|lineage| lineage.role.promoted.is_some()) {
@@ -140,7 +140,7 @@ fn refuse_sources(history: &GroupHistory, options: &Options) -> Result<()> {
 }
 
 /// Refuses where former sources were written to after the moment: they are not at it.
-fn refuse_written(history: &GroupHistory, options: &Options) -> Result<()> {
+fn refuse_written(history: &GroupHistory, options: &ReplicaOptions) -> Result<()> {
     for path in &history.members {
         let bytes = replica::inspect(path, options)?.map_or(0, |lineage| lineage.unsure_bytes());
         if bytes > 0 {

@@ -131,7 +131,7 @@ pub(crate) fn names(what: Names, state: &StateDir) -> Result<()> {
         Names::Jobs => job::known(&job::usual_folder()),
         Names::Sources => {
             let sources = state.survey()?.sources;
-            let named = |about: &source::About| [about.name(), about.path.display().to_string()];
+            let named = |about: &source::SourceMetadata| [about.name(), about.path.display().to_string()];
             sources.iter().flat_map(|(_, about)| named(about)).collect()
         }
     };

@@ -27,7 +27,7 @@ const TOLD_EVERY: Duration = Duration::from_secs(10);
 const STATUS_EVERY: Duration = Duration::from_secs(1);
 
 /// Options from the arguments; `is_far`: the replica is on another host.
-pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) -> Result<MirrorOptions> {
+pub(crate) fn options(args: &args::MirrorArgs, steering: &Steering, is_far: bool) -> Result<MirrorOptions> {
     Ok(MirrorOptions {
         sync: SyncOptions {
             adopt: args.begin.adopts(),
@@ -67,7 +67,7 @@ pub(crate) fn held(options: MirrorOptions, hook: Option<Arc<Hook>>) -> MirrorOpt
 }
 
 /// Runs the command until a signal ends it.
-pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::MirrorArgs, state: &StateDir, output: &Output) -> Result<()> {
     let named = args.destination.as_deref().unwrap_or_default();
     let ends = Ends::parse(&args.source, named)?;
     if let Some(host) = &ends.source.host {

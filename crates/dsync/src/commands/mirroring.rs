@@ -37,7 +37,7 @@ pub(crate) struct Mirroring {
 
 impl Mirroring {
     /// Follows what steers a mirror from outside, from now on.
-    pub(crate) fn begin(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<Mirroring> {
+    pub(crate) fn begin(args: &args::MirrorArgs, state: &StateDir, output: &Output) -> Result<Mirroring> {
         let steering = Steering::begin(args.far.bwlimit.as_ref(), true, output)?;
         // A mirror runs in the background all the time: give priority to the disk's writers.
         let _ = rustix::process::nice(10);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use device::{Disk, Overlay};
-use replica::{Options, ReplicaError, View, Wanted};
+use replica::{MomentView, ReplicaError, ReplicaOptions, WantedGroup};
 use source::{SourceError, StateDir};
 
 use crate::Failure;
@@ -53,18 +53,22 @@ pub(crate) fn open_group(
         NOW => None,
         other => choose_common(&replica::group_history(&dir, &name, &options)?, other)?,
     };
-    let wanted = Wanted { dir: &dir, name: &name, moment: moment.as_ref(), only: None };
+    let wanted = WantedGroup { dir: &dir, name: &name, moment: moment.as_ref(), only: None };
     rehearsed(wanted, args, &options)
 }
 
 /// How replicas are opened that are shown. What a reader needs goes to the folder of the scratch file where nothing can be written beside a
 /// replica.
-fn opening(args: &args::Serve, state: &StateDir) -> Options {
+fn opening(args: &args::Serve, state: &StateDir) -> ReplicaOptions {
     let scratch = args.overlay.clone().unwrap_or_else(|| state.path().to_path_buf());
-    Options { scratch: Some(scratch), ..sync::open_options(None, state) }
+    ReplicaOptions { scratch: Some(scratch), ..sync::open_options(None, state) }
 }
 
-fn rehearsed(wanted: Wanted<'_>, args: &args::Serve, options: &Options) -> Result<Vec<(PathBuf, Rehearsal)>> {
+fn rehearsed(
+    wanted: WantedGroup<'_>,
+    args: &args::Serve,
+    options: &ReplicaOptions,
+) -> Result<Vec<(PathBuf, Rehearsal)>> {
     let views = replica::view_together(wanted, options)?;
     views.into_iter().map(|(path, view)| Ok((path, Rehearsal::of(view, args)?))).collect()
 }
@@ -87,7 +91,7 @@ pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<
     for (folder, (name, members)) in groups.iter().filter(|(_, (_, members))| members.len() > 1) {
         let only: Vec<PathBuf> = members.iter().map(|(at, _)| at.clone()).collect();
         let dir = folder.parent().unwrap_or(Path::new("/"));
-        let wanted = Wanted { dir, name, moment: None, only: Some(&only) };
+        let wanted = WantedGroup { dir, name, moment: None, only: Some(&only) };
         for (path, rehearsal) in rehearsed(wanted, args, &options)? {
             let at = std::fs::canonicalize(&path).unwrap_or(path);
             let image = members.iter().find(|(member, _)| *member == at).map(|(_, image)| image.clone());
@@ -100,7 +104,7 @@ pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<
 /// A replica at a moment.
 #[derive(Clone)]
 pub(crate) struct Rehearsal {
-    view: Arc<View>,
+    view: Arc<MomentView>,
     /// Where clients write to.
     overlay: Option<Arc<Overlay>>,
     /// What was last said of the bytes that this takes.
@@ -125,13 +129,13 @@ impl Rehearsal {
                     choose(&path, &replica::history(&path, &options)?, moment)?.map(|moment| moment.state)
                 }
             };
-            Ok(View::open(&path, &options, to)?)
+            Ok(MomentView::open(&path, &options, to)?)
         })();
         Rehearsal::of(view.map_err(|error| of_a_source(error, &path))?, args)
     }
 
-    /// Of a replica that was opened at a moment.
-    fn of(view: View, args: &args::Serve) -> Result<Rehearsal> {
+    /// A rehearsal over a replica that was opened at a moment.
+    fn of(view: MomentView, args: &args::Serve) -> Result<Rehearsal> {
         let view = Arc::new(view);
         let overlay = match (args.writable, &args.overlay) {
             (false, _) => None,
@@ -224,7 +228,7 @@ fn no_replica(path: &Path, state: &StateDir) -> Result<anyhow::Error> {
     Ok(Failure::refused(what).into())
 }
 
-fn overlay(view: &Arc<View>, folder: Option<&Path>) -> Result<Overlay> {
+fn overlay(view: &Arc<MomentView>, folder: Option<&Path>) -> Result<Overlay> {
     let folder = folder.unwrap_or(view.folder());
     let made = Overlay::new(view.clone(), folder);
     made.with_context(|| {

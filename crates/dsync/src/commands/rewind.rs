@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, bail};
 use delta::Epoch;
-use replica::{History, Moment, Options};
+use replica::{Moment, ReplicaOptions, ReplicaPast};
 use serde::Serialize;
 use source::{SourceError, StateDir};
 use uuid::Uuid;
@@ -24,7 +24,7 @@ struct Listed<'a> {
     kind: &'static str,
     path: &'a Path,
     #[serde(flatten)]
-    history: &'a History,
+    history: &'a ReplicaPast,
 }
 
 /// What was done.
@@ -120,7 +120,7 @@ fn warn_if_changed(path: &Path, state: &StateDir, output: &Output) -> Result<()>
 }
 
 /// Refuses what is no replica, and so has no past.
-fn refuse_others(path: &Path, options: &Options, state: &StateDir) -> Result<()> {
+fn refuse_others(path: &Path, options: &ReplicaOptions, state: &StateDir) -> Result<()> {
     let lineage = replica::inspect(path, options)?;
     let replica = lineage.as_ref().filter(|lineage| lineage.role.promoted.is_none());
     // Before its first copy is complete it has no file.
@@ -155,15 +155,16 @@ fn refuse_others(path: &Path, options: &Options, state: &StateDir) -> Result<()>
 
 /// The moment that is meant: of an epoch, of a state ahead of it (`2+`), of an id, or the last one that is not later than a time. `None`
 /// if it is the present state.
-pub(crate) fn choose(path: &Path, history: &History, to: &str) -> Result<Option<Moment>, Failure> {
-    let moments: Vec<Point> = history.moments.iter().map(Point::of).collect();
-    let found = pick(to, &Point::present(history), &moments, &format!("dsync rewind {}", path.display()))?;
+pub(crate) fn choose(path: &Path, history: &ReplicaPast, to: &str) -> Result<Option<Moment>, Failure> {
+    let moments: Vec<RewindPoint> = history.moments.iter().map(RewindPoint::of).collect();
+    let found =
+        pick(to, &RewindPoint::present(history), &moments, &format!("dsync rewind {}", path.display()))?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
 }
 
 /// A moment, or the present state, as [`pick`] sees it.
 #[derive(Debug)]
-pub(crate) struct Point {
+pub(crate) struct RewindPoint {
     /// `None` for an incomplete replica.
     pub epoch: Option<Epoch>,
     /// It is after that epoch.
@@ -173,15 +174,15 @@ pub(crate) struct Point {
     pub at: Option<u64>,
 }
 
-impl Point {
-    fn of(moment: &Moment) -> Point {
+impl RewindPoint {
+    fn of(moment: &Moment) -> RewindPoint {
         let Moment { at, epoch, ahead, state, .. } = *moment;
-        Point { epoch: Some(epoch), ahead, state: Some(state), at: Some(at) }
+        RewindPoint { epoch: Some(epoch), ahead, state: Some(state), at: Some(at) }
     }
 
-    fn present(history: &History) -> Point {
-        let History { epoch, ahead, state, at, .. } = *history;
-        Point { epoch, ahead, state: Some(state), at }
+    fn present(history: &ReplicaPast) -> RewindPoint {
+        let ReplicaPast { epoch, ahead, state, at, .. } = *history;
+        RewindPoint { epoch, ahead, state: Some(state), at }
     }
 
     /// What tells it from others of the same number: those of one epoch are the same content, those ahead of it need not be.
@@ -190,8 +191,8 @@ impl Point {
     }
 
     /// True if `other` has the same number, and is another moment.
-    fn is_confused_with(&self, other: &Point) -> bool {
-        let number = |point: &Point| point.epoch.map(|epoch| (epoch.number, point.ahead));
+    fn is_confused_with(&self, other: &RewindPoint) -> bool {
+        let number = |point: &RewindPoint| point.epoch.map(|epoch| (epoch.number, point.ahead));
         number(self) == number(other) && self.id() != other.id()
     }
 }
@@ -212,7 +213,7 @@ impl Name {
         ahead.or_else(epoch).or_else(|| Uuid::try_parse(to).ok().map(Name::Id))
     }
 
-    fn is_of(self, point: &Point) -> bool {
+    fn is_of(self, point: &RewindPoint) -> bool {
         let number = |ahead| point.epoch.filter(|_| point.ahead == ahead).map(|epoch| epoch.number);
         match self {
             Name::Epoch(epoch) => number(false) == Some(epoch),
@@ -235,15 +236,15 @@ impl fmt::Display for Name {
 /// Picks the moment named `to`: its index in `moments`, the latest first; `None` is the present one. `list` is the command that lists them.
 pub(crate) fn pick(
     to: &str,
-    present: &Point,
-    moments: &[Point],
+    present: &RewindPoint,
+    moments: &[RewindPoint],
     list: &str,
 ) -> Result<Option<usize>, Failure> {
     let refuse = |what: String| {
         Failure::refused(format!("no moment {what} was kept: \"{list}\" lists those that were"))
     };
     if let Some(name) = Name::parse(to) {
-        let mut meant: Vec<&Point> = Vec::new();
+        let mut meant: Vec<&RewindPoint> = Vec::new();
         for point in [present].into_iter().chain(moments).filter(|point| name.is_of(point)) {
             if !meant.iter().any(|other| other.id() == point.id()) {
                 meant.push(point);
@@ -260,9 +261,9 @@ pub(crate) fn pick(
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let time = units::parse_moment(to, now).map_err(Failure::usage)?;
-    let not_later = |point: &Point| point.at.filter(|at| *at <= time);
+    let not_later = |point: &RewindPoint| point.at.filter(|at| *at <= time);
     let found = moments.iter().position(|point| not_later(point).is_some());
-    let is_later = |point: &Point, than: u64| {
+    let is_later = |point: &RewindPoint, than: u64| {
         // Of one second, the state ahead of an epoch is the later one.
         let ahead = point.ahead && present.epoch.is_some() && !present.ahead;
         point.at.is_some_and(|at| at > than || at == than && ahead)
@@ -277,7 +278,7 @@ pub(crate) fn pick(
 }
 
 /// Where a replica was promoted, both sources count on from one number; a replica that has followed both keeps moments of both.
-fn ambiguous(name: Name, meant: &[&Point]) -> Failure {
+fn ambiguous(name: Name, meant: &[&RewindPoint]) -> Failure {
     let times: Vec<u64> = meant.iter().map(|point| point.at.unwrap_or(0)).collect();
     let each = meant.iter().zip(device::moments(&times)).map(|(point, at)| {
         let at = if point.at.is_some() { at } else { "at an unknown time".into() };
@@ -291,7 +292,7 @@ fn ambiguous(name: Name, meant: &[&Point]) -> Failure {
 }
 
 /// Lists the moments.
-fn list(path: &Path, history: &History, output: &Output) {
+fn list(path: &Path, history: &ReplicaPast, output: &Output) {
     let moments = history.moments.iter().map(|moment| moment.at);
     let times: Vec<u64> = moments.chain(history.at.filter(|_| !history.ahead)).collect();
     let times = device::moments(&times);
@@ -306,8 +307,10 @@ fn list(path: &Path, history: &History, output: &Output) {
         false => format!("keeps {}", history.keep),
     };
     output.say(&format!("replica {}: {at}; {keeps}", path.display()));
-    let points: Vec<Point> =
-        [Point::present(history)].into_iter().chain(history.moments.iter().map(Point::of)).collect();
+    let points: Vec<RewindPoint> = [RewindPoint::present(history)]
+        .into_iter()
+        .chain(history.moments.iter().map(RewindPoint::of))
+        .collect();
     for ((moment, at), point) in history.moments.iter().zip(&times).zip(&points[1..]) {
         let fuzzy = if moment.fuzzy { ", fuzzy" } else { "" };
         let number = moment.epoch.number;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use device::{Disk, ExportUri, NbdServer};
 use extents::Bitmap;
-use nbd::{Context, Export, ExportInfo, Exports, Refusal, Status, state};
+use nbd::{BlockStatus, Context, Export, ExportInfo, ExportRefusal, Exports, state};
 use source::{ControlServer, SharedView, Source, SourceGroup, StateDir, export_name};
 use sync::Site as _;
 
@@ -53,14 +53,17 @@ impl Exports for All {
         self.0.iter().map(|s| ExportInfo { name: s.name.clone(), description: describe(s) }).collect()
     }
 
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         let (plain, view) = match name.rsplit_once(VIEW) {
             Some((plain, view)) if !self.0.iter().any(|s| s.name == name) => (plain, Some(view)),
             _ => (name, None),
         };
         let Some(served) = self.0.iter().find(|s| s.name == plain) else {
             let names: Vec<&str> = self.0.iter().map(|s| s.name.as_str()).collect();
-            return Err(Refusal::unknown(format!("no export \"{name}\"; available: {}", names.join(", "))));
+            return Err(ExportRefusal::unknown(format!(
+                "no export \"{name}\"; available: {}",
+                names.join(", ")
+            )));
         };
         match (&served.what, view) {
             (What::Tracked(source), None) => {
@@ -86,12 +89,12 @@ impl Exports for All {
 }
 
 /// Opens the view of a source as the export `name`, whose part after `@view` is `private`: nothing, or a dot and a name.
-fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, Refusal> {
+fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, ExportRefusal> {
     let private = match private.strip_prefix('.') {
         Some(private) if source::is_plain(private) => private,
         None if private.is_empty() => "",
         _ => {
-            return Err(Refusal::unknown(format!(
+            return Err(ExportRefusal::unknown(format!(
                 "no export \"{name}\": a snapshot is NAME{VIEW} or NAME{VIEW}.READER, where READER is a letter, then letters, \
                  digits, dots, dashes or underscores"
             )));
@@ -100,7 +103,7 @@ fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, 
     let path = source.about().path.display();
     let shared = source
         .shared_view(private)
-        .map_err(|e| Refusal::denied(format!("cannot open a snapshot of {path}: {e}")))?;
+        .map_err(|e| ExportRefusal::denied(format!("cannot open a snapshot of {path}: {e}")))?;
     let mut export = Export::new(name, Arc::new(shared.view.clone()));
     // Readers take the number from here: see docs/incremental-backup.md.
     export.description = format!("epoch {} of {path}", shared.view.epoch().number);
@@ -131,10 +134,10 @@ impl Context for Dirty {
     fn name(&self) -> &str {
         DIRTY
     }
-    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<BlockStatus>> {
         if self.source.lost().is_some() {
             // Without a record everything counts as dirty.
-            return Ok(vec![Status { len, flags: state::DIRTY }]);
+            return Ok(vec![BlockStatus { len, flags: state::DIRTY }]);
         }
         let disk = self.source.disk();
         let block_size = u64::from(disk.block_size());
@@ -164,7 +167,7 @@ impl Context for Changed {
     fn prepare(&self) -> io::Result<()> {
         self.changes().map(drop)
     }
-    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<BlockStatus>> {
         let changes = self.changes()?;
         let block_size = u64::from(self.source.about().block_size);
         let runs = changes.runs_in(blocks(offset, len, block_size)).take(limit).collect();
@@ -178,7 +181,7 @@ fn blocks(offset: u64, len: u64, block_size: u64) -> Range<u64> {
 }
 
 /// Turns dirty runs of blocks into runs of bytes with flags, gapless from `offset` as far as the runs are known.
-fn runs_of(offset: u64, len: u64, block_size: u64, dirty: Vec<Range<u64>>) -> Vec<Status> {
+fn runs_of(offset: u64, len: u64, block_size: u64, dirty: Vec<Range<u64>>) -> Vec<BlockStatus> {
     let end = offset + len;
     let mut statuses = Vec::new();
     let mut at = offset;
@@ -188,14 +191,14 @@ fn runs_of(offset: u64, len: u64, block_size: u64, dirty: Vec<Range<u64>>) -> Ve
             continue;
         }
         if start > at {
-            statuses.push(Status { len: start - at, flags: 0 });
+            statuses.push(BlockStatus { len: start - at, flags: 0 });
         }
-        statuses.push(Status { len: stop - start, flags: state::DIRTY });
+        statuses.push(BlockStatus { len: stop - start, flags: state::DIRTY });
         at = stop;
     }
     // If the list of runs was cut off, the rest is not known here; clients ask again from the end of the answer.
     if statuses.is_empty() {
-        statuses.push(Status { len, flags: 0 });
+        statuses.push(BlockStatus { len, flags: 0 });
     }
     statuses
 }
@@ -438,7 +441,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
         }
         let what = if args.read_only {
             check_whole(image, state, output)?;
-            let options = device::Options { write: false, direct: args.direct, exclusive: false };
+            let options = device::DiskOptions { write: false, direct: args.direct, exclusive: false };
             What::ReadOnly(match format {
                 device::Format::Raw => device::open(image, &options)?,
                 device::Format::Qcow2 => source::read_image(image)?,
@@ -483,7 +486,7 @@ fn warn_odd(image: &Path, output: &Output) {
 
 /// Says that a disk is served without the others of its group.
 fn warn_alone(source: &Source, state: &StateDir, output: &Output) -> Result<()> {
-    let Some(group) = source::Membership::read(source.folder())? else { return Ok(()) };
+    let Some(group) = source::SourceMembership::read(source.folder())? else { return Ok(()) };
     let (name, path) = (group.name, source.about().path.display());
     let members = source::group_members(state, &name)?;
     let all: Vec<String> = members.iter().map(|(_, about, _)| about.path.display().to_string()).collect();

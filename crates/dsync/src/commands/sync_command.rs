@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::Result;
 use source::{Around, SourceOptions, StateDir, Told};
 use sync::{
-    CutHook, Extents, GivenUp, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable,
-    Way,
+    CutHook, GivenUpWrites, ListedExtents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task,
+    Unreadable, Way,
 };
 
 use crate::args::{self, Command, FreezeArg, HashArg, MethodArg, SourceArgs};
@@ -208,7 +208,7 @@ fn check(info: &SourceInfo, args: &args::Sync, output: &Output) -> Result<(), Sy
     let allow_shrink = args.open.allow_shrink && !args.begin.adopts();
     let open = SourceArgs { allow_shrink, ..args.open.clone() };
     effect::on_source(info, &open, &args.live.given(), output);
-    if let (Some(format), Some(args::Format::Qcow2)) = (&info.container, args.begin.format) {
+    if let (Some(format), Some(args::FormatArg::Qcow2)) = (&info.container, args.begin.format) {
         return Err(SyncError::Refused(format!(
             "{} is a {format} image, and is copied as it is, so --format qcow2 would put it into another one: omit that, or serve the disk in it \
              with \"dsync serve\"",
@@ -244,8 +244,8 @@ fn persist(
 const SHOWN: usize = 20;
 
 /// Lists extents, as many as people read.
-pub(crate) fn list(what: &str, extents: &Extents, output: &Output) {
-    let shown = if output.is_verbose() { Extents::LISTED } else { SHOWN };
+pub(crate) fn list(what: &str, extents: &ListedExtents, output: &Output) {
+    let shown = if output.is_verbose() { ListedExtents::LISTED } else { SHOWN };
     for extent in extents.list.iter().take(shown) {
         output.say(&format!("{what}: {} at byte {}", device::exact_size(extent.bytes), extent.offset));
     }
@@ -262,7 +262,7 @@ pub(crate) fn warn(summary: &Summary, output: &Output) {
 }
 
 /// Says what a destination gave up.
-pub(crate) fn say_given_up(name: &str, given_up: &GivenUp, dry_run: bool, output: &Output) {
+pub(crate) fn say_given_up(name: &str, given_up: &GivenUpWrites, dry_run: bool, output: &Output) {
     let what = match (given_up.bytes, given_up.since) {
         (Some(bytes), Some(since)) => format!("{} written to it since epoch {since}", units::size(bytes)),
         (_, Some(since)) => format!("what was written to it since epoch {since}"),

@@ -138,7 +138,7 @@ fn join(device: &Path, group: &str, state: &StateDir, output: &Output) -> Result
     live.checkpoint()?;
     drop(live);
     let identity = ::device::identity(device)?;
-    let member = source::Membership::first(group).called(device, &identity);
+    let member = source::SourceMembership::first(group).called(device, &identity);
     source::join_group(state, &identity.path, member)?;
     output.say(&format!("{} is in group {group}", identity.path.display()));
     Ok(())

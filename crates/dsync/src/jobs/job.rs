@@ -36,7 +36,7 @@ pub(crate) fn running() -> Option<&'static Running> {
 }
 
 impl Running {
-    /// Its name.
+    /// The name of the job.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -46,7 +46,7 @@ impl Running {
     /// # Errors
     /// Bad usage, with the file and the line.
     pub(crate) fn read_again(&self) -> Result<Cli> {
-        let job = Job::read(&self.folder, &self.name)?;
+        let job = JobFile::read(&self.folder, &self.name)?;
         Ok(Cli::try_parse_from(job.words(&self.given)?)
             .map_err(|error| job.bad_value(&error, &self.given))?)
     }
@@ -56,7 +56,7 @@ impl Running {
 pub(crate) fn at_line(key: &str, error: Failure) -> Failure {
     let from_file = || {
         let running = running()?;
-        let job = Job::read(&running.folder, &running.name).ok()?;
+        let job = JobFile::read(&running.folder, &running.name).ok()?;
         let replaced = job.replaced(&running.given);
         let line = job.lines.iter().find(|line| line.key == key)?;
         let is_given = job.arg(line).is_ok_and(|arg| replaced.contains(&arg));
@@ -72,7 +72,7 @@ pub(crate) fn at_line(key: &str, error: Failure) -> Failure {
 pub(crate) fn resolve(cli: Cli) -> Result<Option<Cli>> {
     let args::Command::Run(run) = &cli.command else { return Ok(Some(cli)) };
     let name = job_name(&folder(run), &run.job);
-    let job = Job::read(&folder(run), &name)?;
+    let job = JobFile::read(&folder(run), &name)?;
     let mut given = globals(&cli);
     // Behind the first option of the command, clap leaves it where it is.
     let print = |word: &OsString| word == "--print";
@@ -117,7 +117,7 @@ pub(crate) fn usual_folder() -> PathBuf {
 /// The jobs in a folder by their names, each with the command line for which it stands, or what is wrong with it.
 pub(crate) fn all(folder: &Path) -> Vec<(String, Result<Cli>)> {
     let read = |name: &str| {
-        let job = Job::read(folder, name)?;
+        let job = JobFile::read(folder, name)?;
         Ok(Cli::try_parse_from(job.words(&[])?).map_err(|error| job.bad_value(&error, &[]))?)
     };
     let jobs = known(folder).into_iter().filter(|name| is_plain(name));
@@ -183,7 +183,7 @@ struct Line {
 }
 
 /// A job's file.
-pub(crate) struct Job {
+pub(crate) struct JobFile {
     path: PathBuf,
     command: Command,
     lines: Vec<Line>,
@@ -192,8 +192,8 @@ pub(crate) struct Job {
 /// What no job consents to.
 const CONSENTS: [&str; 2] = ["save_there", "discard_there"];
 
-impl Job {
-    pub(crate) fn read(folder: &Path, name: &str) -> Result<Job> {
+impl JobFile {
+    pub(crate) fn read(folder: &Path, name: &str) -> Result<JobFile> {
         if !is_plain(name) {
             return Err(Failure::usage(format!(
                 "invalid job name \"{name}\": use letters, digits, dots, dashes and underscores; the file is {}/NAME.conf",
@@ -239,7 +239,7 @@ impl Job {
                 path.display()
             ))
         })?;
-        Ok(Job { path, command, lines })
+        Ok(JobFile { path, command, lines })
     }
 
     /// The command line, with what was given after the job's name in place of the same options in the file.
@@ -282,7 +282,7 @@ impl Job {
         self.lines.iter().find(|line| line.key == key).map(|line| line.value.as_str())
     }
 
-    /// Of the options with these keys those that it sets, another command has too, and were not given to that.
+    /// Options of the job with these keys that `command` has too, and that were not `given` to it.
     pub(crate) fn options(
         &self,
         keys: &[&str],
@@ -306,7 +306,7 @@ impl Job {
         Ok(options)
     }
 
-    /// It does not say what a command needs.
+    /// The error that the job cannot be used, and why.
     pub(crate) fn misfit(&self, why: &str) -> anyhow::Error {
         Failure::usage(format!("{}: {why}", self.path.display())).into()
     }
@@ -518,7 +518,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("vm.conf"), text).unwrap();
         let given: Vec<OsString> = given.iter().map(OsString::from).collect();
-        let words = Job::read(folder.path(), "vm").and_then(|job| {
+        let words = JobFile::read(folder.path(), "vm").and_then(|job| {
             let words = job.words(&given)?;
             Cli::try_parse_from(&words).map_err(|error| job.bad_value(&error, &given))?;
             Ok(words)
@@ -657,7 +657,7 @@ mod tests {
                 text += words[random.below(words.len() as u64) as usize];
             }
             std::fs::write(folder.path().join("vm.conf"), text).unwrap();
-            if let Ok(job) = Job::read(folder.path(), "vm") {
+            if let Ok(job) = JobFile::read(folder.path(), "vm") {
                 let _ = job.words(&[]).map(Cli::try_parse_from);
             }
         }

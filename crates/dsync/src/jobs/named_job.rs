@@ -10,7 +10,7 @@ use clap::{Command, CommandFactory as _};
 
 use crate::args::Cli;
 use crate::failure::Failure;
-use crate::jobs::job::{Job, usual_folder};
+use crate::jobs::job::{JobFile, usual_folder};
 use crate::reach::location::Location;
 
 /// What a job says that holds for other commands too, where they have it.
@@ -43,7 +43,7 @@ fn resolve_in(folder: &Path, words: Vec<OsString>) -> Result<Vec<OsString>> {
         );
         return Err(Failure::usage(what).into());
     }
-    let job = Job::read(folder, name)?;
+    let job = JobFile::read(folder, name)?;
     let given = given(&words, command);
     let mut all: Vec<OsString> = vec!["dsync".into(), command.into()];
     all.extend(subjects(&job, command)?);
@@ -80,7 +80,7 @@ fn given(words: &[OsString], command: &str) -> Vec<OsString> {
 }
 
 /// What a command is about.
-fn subjects(job: &Job, command: &str) -> Result<Vec<OsString>> {
+fn subjects(job: &JobFile, command: &str) -> Result<Vec<OsString>> {
     let [source, destination, group] = ["source", "destination", "group"].map(|key| job.value(key));
     let Some(destination) = destination else {
         return Err(job.misfit(&format!("it has no destination, which \"dsync {command}\" is about")));

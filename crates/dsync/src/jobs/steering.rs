@@ -13,7 +13,7 @@ use crate::failure::{self, Failure};
 use crate::jobs::job;
 use crate::output::Output;
 use crate::reach::location::Ends;
-use crate::terms::bandwidth::{Allowed, Bandwidth};
+use crate::terms::bandwidth::{Bandwidth, SendRate};
 use crate::terms::units;
 
 /// How often the clock is looked at.
@@ -40,7 +40,7 @@ impl Steering {
             Steering { pace: (limit.is_some() || job.is_some()).then(Pace::default), pause: Arc::default() };
         let follows = limit.is_some_and(Bandwidth::varies) || job.is_some();
         let mut now = apply(limit, &steering);
-        if now == Allowed::Nothing {
+        if now == SendRate::Nothing {
             output.note(&paused(limit));
         }
         if !follows {
@@ -66,9 +66,9 @@ impl Steering {
             let before = std::mem::replace(&mut now, apply(limit.as_ref(), &applied));
             if now != before {
                 output.note(&match now {
-                    Allowed::All => "--bwlimit: no limit now".to_owned(),
-                    Allowed::Rate(rate) => format!("--bwlimit: at most {}/s now", units::size(rate)),
-                    Allowed::Nothing => paused(limit.as_ref()),
+                    SendRate::All => "--bwlimit: no limit now".to_owned(),
+                    SendRate::Rate(rate) => format!("--bwlimit: at most {}/s now", units::size(rate)),
+                    SendRate::Nothing => paused(limit.as_ref()),
                 });
             }
         };
@@ -120,15 +120,15 @@ fn check(limit: Option<&Bandwidth>, may_pause: bool) -> Result<()> {
 }
 
 /// Sets what applies now.
-fn apply(limit: Option<&Bandwidth>, steering: &Steering) -> Allowed {
-    let allowed = limit.map_or(Allowed::All, |limit| limit.at(device::local_minute()));
-    steering.pause.store(allowed == Allowed::Nothing, SeqCst);
+fn apply(limit: Option<&Bandwidth>, steering: &Steering) -> SendRate {
+    let allowed = limit.map_or(SendRate::All, |limit| limit.at(device::local_minute()));
+    steering.pause.store(allowed == SendRate::Nothing, SeqCst);
     if let Some(pace) = &steering.pace {
         match allowed {
-            Allowed::All => pace.set(0),
-            Allowed::Rate(rate) => pace.set(rate),
+            SendRate::All => pace.set(0),
+            SendRate::Rate(rate) => pace.set(rate),
             // What was sent before the pause arrives at the rate that it was sent at.
-            Allowed::Nothing => {}
+            SendRate::Nothing => {}
         }
     }
     allowed

@@ -3,7 +3,7 @@
 use source::Handle;
 use sync::SourceInfo;
 
-use crate::args::{FarArgs, MethodArg, Mirror, SourceArgs, Sync};
+use crate::args::{FarArgs, MethodArg, MirrorArgs, SourceArgs, Sync};
 use crate::output::Output;
 use crate::reach::far::Reach;
 use crate::reach::location::Ends;
@@ -51,7 +51,7 @@ pub(crate) fn on_method(args: &Sync, output: &Output) {
 }
 
 /// A disk that is mirrored by one sync after another, against the options for batches.
-pub(crate) fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
+pub(crate) fn on_mirror(handle: &Handle, args: &MirrorArgs, output: &Output) {
     let batches = [
         ("--interval", args.batches.interval.is_some()),
         ("--min-interval", args.batches.min_interval.is_some()),
@@ -88,7 +88,7 @@ pub(crate) fn on_container(info: &SourceInfo, destination: &str, output: &Output
     }
 }
 
-/// Who holds a source, against the options for opening one, and those for tracked disks alone.
+/// Warns of options that have no effect on a source that is held already, and of those for tracked disks alone.
 pub(crate) fn on_source(info: &SourceInfo, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
     let path = info.path.display();
     let opening = [

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use anyhow::Result;
-use link::{Limits, Link, Listener, Peer};
+use link::{Link, Listener, ListenerLimits, Peer};
 use source::{CutOptions, StateDir};
 use sync::{AllowedPaths, PullClient, SyncError};
 
@@ -73,10 +73,10 @@ fn listen(
     let inherited = service::inherited()?;
     let manager = Manager::find(output);
     let keys = crate::reach::key::keys(state);
-    let limits = Limits {
-        timeout: args.timeout.unwrap_or(Limits::default().timeout),
+    let limits = ListenerLimits {
+        timeout: args.timeout.unwrap_or(ListenerLimits::default().timeout),
         from: args.from.clone(),
-        ..Limits::default()
+        ..ListenerLimits::default()
     };
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =

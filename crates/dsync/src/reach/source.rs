@@ -21,7 +21,7 @@ pub(crate) fn block_size(size: Option<u64>) -> Result<Option<u32>> {
 }
 
 /// The source that is meant, which must be known.
-pub(crate) fn known(what: &str, state: &StateDir) -> Result<(std::path::PathBuf, source::About)> {
+pub(crate) fn known(what: &str, state: &StateDir) -> Result<(std::path::PathBuf, source::SourceMetadata)> {
     machine_name::refuse_name(what)?;
     state.source(what)?.ok_or_else(|| {
         let why = "is not a known source: \"dsync status\" lists them";

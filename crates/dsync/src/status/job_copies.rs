@@ -57,8 +57,8 @@ impl Fetch {
         format!("{source} {replica}")
     }
 
-    /// Of the copy from the source that the job names now, which is not known to be the one of before. Returns also whether that was ever
-    /// complete.
+    /// How fetching went from the source that the job names now, which is not known to be the one of before, and whether that copy was
+    /// ever complete.
     fn of(source: &str, replica: &str, here: Option<&KnownReplica>, state: &StateDir) -> (Fetch, bool) {
         let name = Fetch::name(source, replica);
         let Tally { syncs, failed, fetched, .. } = Tally::read(&state.fetches_folder(), &name);

@@ -3,12 +3,12 @@
 
 use std::path::{Path, PathBuf};
 
-use replica::{Condition, KnownReplica, Reader, Verdict};
+use replica::{Condition, KnownReplica, ReplicaReader, Verdict};
 use serde::Serialize;
 use source::StateDir;
 
 use crate::output::Output;
-use crate::status::membership::Group;
+use crate::status::membership::GroupInfo;
 use crate::terms::units;
 
 /// What is written down of a replica of this host.
@@ -41,14 +41,14 @@ pub(crate) struct LocalReplica<'a> {
     /// It was the source itself, and no sync has come since.
     pub demoted: bool,
     /// The group that it is committed with.
-    pub group: Option<Group>,
+    pub group: Option<GroupInfo>,
     /// What is wrong, as the part of a sentence that begins with its path; `None` if nothing is.
     pub problem: Option<String>,
     /// Where its source is.
     #[serde(skip)]
     pub origin: Option<String>,
     /// Who reads it at a moment.
-    pub readers: &'a [Reader],
+    pub readers: &'a [ReplicaReader],
     /// A verification found that it differed from its source.
     pub verdict: Option<Verdict>,
 }
@@ -93,7 +93,7 @@ impl LocalReplica<'_> {
             term: lineage.map_or(1, |lineage| lineage.role.term),
             released: lineage.is_some_and(|lineage| lineage.role.released.is_some()),
             demoted: lineage.is_some_and(|lineage| lineage.role.demoted.is_some()),
-            group: lineage.and_then(|lineage| Group::of_replica(&known.path, lineage)),
+            group: lineage.and_then(|lineage| GroupInfo::of_replica(&known.path, lineage)),
             problem,
             origin: known.past.origin.as_deref().map(shown_origin),
             readers: &known.readers,
@@ -101,7 +101,7 @@ impl LocalReplica<'_> {
         }
     }
 
-    /// Of when it is, of which term, and whether a rewind has brought it there.
+    /// The moment and the term of the replica, and whether a rewind has brought it there.
     fn age(&self) -> String {
         if self.epoch.is_none() || self.demoted || self.role == "promoted" {
             return String::new();
@@ -164,7 +164,7 @@ pub(crate) fn say_verdict(verdict: Option<Verdict>, output: &Output) {
 }
 
 /// Prints who reads a replica at a moment.
-pub(crate) fn say_readers(readers: &[Reader], output: &Output) {
+pub(crate) fn say_readers(readers: &[ReplicaReader], output: &Output) {
     for reader in readers {
         let after = if reader.ahead { "after epoch" } else { "epoch" };
         let of = reader.at.map_or(String::new(), |at| format!(" ({})", device::moment(at)));

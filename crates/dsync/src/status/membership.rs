@@ -14,7 +14,7 @@ use crate::output::Output;
 
 /// The group of a source or a replica.
 #[derive(Debug, Clone, Serialize)]
-pub(crate) struct Group {
+pub(crate) struct GroupInfo {
     /// Its name.
     pub name: String,
     /// The number of its last common epoch; `None` before the first.
@@ -26,12 +26,12 @@ pub(crate) struct Group {
     pub file: Option<String>,
 }
 
-impl Group {
+impl GroupInfo {
     /// The group of a source whose last epoch this is.
-    pub(crate) fn of_source(folder: &device::Dir, last: Option<delta::Epoch>) -> Result<Option<Group>> {
-        let Some(group) = source::Membership::read(folder)? else { return Ok(None) };
+    pub(crate) fn of_source(folder: &device::Dir, last: Option<delta::Epoch>) -> Result<Option<GroupInfo>> {
+        let Some(group) = source::SourceMembership::read(folder)? else { return Ok(None) };
         let committed = group.committed(folder)?;
-        Ok(Some(Group {
+        Ok(Some(GroupInfo {
             epoch: committed.map(|(cut, _)| cut.number),
             at_it: committed.is_some_and(|(_, epoch)| Some(epoch) == last),
             name: group.name,
@@ -40,12 +40,12 @@ impl Group {
     }
 
     /// The group of a replica, and where its last common commit left that.
-    pub(crate) fn of_replica(path: &Path, lineage: &replica::Lineage) -> Option<Group> {
+    pub(crate) fn of_replica(path: &Path, lineage: &replica::Lineage) -> Option<GroupInfo> {
         let group = lineage.group.as_ref()?;
         let folder = device::Dir::existing(&group.folder_for(path)).ok();
         let intent = folder.and_then(|folder| replica::Intent::read(&folder).ok()).flatten();
         let member = intent.as_ref().and_then(|intent| intent.members.get(path));
-        Some(Group {
+        Some(GroupInfo {
             name: group.name.clone(),
             epoch: intent.as_ref().map(|intent| intent.cut.number),
             at_it: member.is_some_and(|member| Some(member.epoch) == lineage.epoch),
@@ -84,7 +84,7 @@ struct Listing<'a> {
 }
 
 /// Prints the groups of sources.
-pub(crate) fn say_groups(members: &[(PathBuf, Group)], output: &Output) {
+pub(crate) fn say_groups(members: &[(PathBuf, GroupInfo)], output: &Output) {
     let names: BTreeSet<&str> = members.iter().map(|(_, group)| group.name.as_str()).collect();
     for name in names {
         let of_it = members.iter().filter(|(_, group)| group.name == name);
@@ -98,7 +98,7 @@ pub(crate) fn say_groups(members: &[(PathBuf, Group)], output: &Output) {
 }
 
 /// Why the replicas of a group on this host could not take over together.
-pub(crate) struct Apart {
+pub(crate) struct DividedGroup {
     pub name: String,
     pub dir: PathBuf,
     pub why: String,
@@ -107,7 +107,7 @@ pub(crate) struct Apart {
 }
 
 /// The groups in the folders of these replicas whose replicas are not of one moment, or of which a part was promoted.
-pub(crate) fn apart(replicas: &[KnownReplica], state: &StateDir) -> Vec<Apart> {
+pub(crate) fn apart(replicas: &[KnownReplica], state: &StateDir) -> Vec<DividedGroup> {
     let parents: BTreeSet<&Path> = replicas.iter().filter_map(|replica| replica.path.parent()).collect();
     let mut suspects: Vec<(&Path, PathBuf, String)> = Vec::new();
     for dir in parents {
@@ -124,7 +124,7 @@ pub(crate) fn apart(replicas: &[KnownReplica], state: &StateDir) -> Vec<Apart> {
     }
     let again = suspects.into_iter().filter_map(|(dir, folder, name)| {
         let (why, in_part) = parted(dir, &folder, state)?;
-        Some(Apart { name, dir: dir.into(), why, in_part })
+        Some(DividedGroup { name, dir: dir.into(), why, in_part })
     });
     again.collect()
 }

@@ -17,7 +17,7 @@ use source::StateDir;
 use crate::failure;
 use crate::output::Output;
 use crate::status::monitor::Metrics;
-use crate::terms::address::Address;
+use crate::terms::address::MetricsAddress;
 use crate::unix_socket::{self, SocketFile};
 
 /// How long a client may take for its request, and for the answer.
@@ -41,18 +41,22 @@ pub(crate) struct Serving {
 ///
 /// # Errors
 /// If it cannot be listened on.
-pub(crate) fn serve(address: Option<&Address>, state: &StateDir, output: &Output) -> Result<Option<Serving>> {
+pub(crate) fn serve(
+    address: Option<&MetricsAddress>,
+    state: &StateDir,
+    output: &Output,
+) -> Result<Option<Serving>> {
     let Some(address) = address else { return Ok(None) };
     let page = Page { state: state.clone(), last: Mutex::new(None) };
     let (place, file) = match address {
-        Address::Tcp(address) => {
+        MetricsAddress::Tcp(address) => {
             let listener = TcpListener::bind(address);
             let listener = listener.with_context(|| format!("cannot serve metrics on {address}"))?;
             let place = format!("http://{}/metrics", listener.local_addr().unwrap_or(*address));
             accept(move || Ok(listener.accept()?.0), page)?;
             (place, None)
         }
-        Address::Unix(path) => {
+        MetricsAddress::Unix(path) => {
             let (listener, file) = unix_socket::listen(path, unix_socket::OWN)?;
             accept(move || Ok(listener.accept()?.0), page)?;
             (format!("unix:{}", path.display()), Some(file))

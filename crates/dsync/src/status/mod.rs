@@ -17,8 +17,8 @@ use replica::State;
 use serde::ser::Error as _;
 use serde::{Serialize, Serializer};
 use source::{
-    About, Bookmark, Bookmarks, Client, History, KeptClone, LastFailure, LastVerify, Position, StateDir,
-    Status, Tally, Work,
+    Bookmark, Bookmarks, ControlClient, History, KeptClone, KnownPosition, LastFailure, LastVerify,
+    ServerStatus, SourceMetadata, StateDir, Tally, Work,
 };
 use sync::SyncError;
 
@@ -29,7 +29,7 @@ use crate::failure;
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::reach::location;
-use crate::status::membership::{Group, say_groups};
+use crate::status::membership::{GroupInfo, say_groups};
 use crate::terms::machine_name;
 use crate::terms::units;
 use local::{LocalReplica, completion, made_elsewhere, say_readers};
@@ -64,18 +64,18 @@ pub(crate) struct SourceStatus {
     /// The name that its last epoch was given by who told what changed up to it.
     moment: Option<String>,
     #[serde(serialize_with = "in_words")]
-    pub served: Option<Status>,
+    pub served: Option<ServerStatus>,
     pub replicas: Vec<Lacking>,
     /// Replicas of which no copy was ever complete.
     pub first_copies: Vec<Tally>,
     /// The named checkpoints, as "dsync checkpoint --list" has them.
     checkpoints: Vec<Listed>,
     /// The group that it is in.
-    pub group: Option<Group>,
+    pub group: Option<GroupInfo>,
 }
 
 /// What a server says of itself, with why changes are not known in words.
-fn in_words<S: Serializer>(served: &Option<Status>, to: S) -> Result<S::Ok, S::Error> {
+fn in_words<S: Serializer>(served: &Option<ServerStatus>, to: S) -> Result<S::Ok, S::Error> {
     let mut value = serde_json::to_value(served).map_err(S::Error::custom)?;
     if let Some(why) = served.as_ref().and_then(|served| served.lost.as_ref()) {
         value["lost"] = why.to_string().into();
@@ -124,7 +124,7 @@ impl Lacking {
 }
 
 /// True if all that is known is asked for: of one disk, by a program, or with -v. Otherwise a table does.
-pub(crate) fn is_long(args: &args::Status, output: &Output) -> bool {
+pub(crate) fn is_long(args: &args::StatusArgs, output: &Output) -> bool {
     args.path.is_some() || output.is_json() || output.is_verbose()
 }
 
@@ -140,7 +140,7 @@ pub(crate) fn nothing(state: &StateDir) -> String {
 }
 
 /// Prints sources, trackers, and what each replica lacks.
-pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) -> Result<()> {
     let mut failed = Vec::new();
     args.path.as_deref().map_or(Ok(()), machine_name::refuse_name)?;
     let sources = match &args.path {
@@ -222,7 +222,7 @@ pub(crate) fn unreadable(place: &Path) -> String {
 
 impl SourceStatus {
     /// Reads what is known of a source, without holding it.
-    pub(crate) fn read(place: &Path, about: About) -> Result<(SourceStatus, History)> {
+    pub(crate) fn read(place: &Path, about: SourceMetadata) -> Result<(SourceStatus, History)> {
         let folder = device::Dir::existing(place)?;
         let (history, bookmarks) = read_both(&folder)?;
         // A device without a byte has no disk, as a loop device that is detached.
@@ -233,7 +233,7 @@ impl SourceStatus {
             moment.as_ref().is_some_and(|moment| moment.elsewhere) || device::is_export(&about.path);
         let disk = |file| source::disk_in(file, about.format).map_or(about.identity.size, |disk| disk.size);
         let size = found.map(disk).or(elsewhere.then_some(about.identity.size));
-        let served = match Client::connect(place)? {
+        let served = match ControlClient::connect(place)? {
             Some(client) => Some(client.status(&history)?),
             None => None,
         };
@@ -249,10 +249,11 @@ impl SourceStatus {
             }
             _ => None,
         };
-        let source::Written { unknown, clone } = source::written_since(place, &about, &history, &written)?;
+        let source::SourceWrites { unknown, clone } =
+            source::written_since(place, &about, &history, &written)?;
         let lacks = |replica: String, bookmark: Bookmark| {
             let lacking = blocks();
-            let position = Position { epoch: bookmark.epoch, upto: u64::MAX };
+            let position = KnownPosition { epoch: bookmark.epoch, upto: u64::MAX };
             let known = history.changes_since(&[position], block_size, &lacking);
             lacking.union_with(&written);
             let (blocks, why, compared) = match (known, &unknown) {
@@ -295,7 +296,7 @@ impl SourceStatus {
             replicas,
             first_copies,
             checkpoints,
-            group: Group::of_source(&folder, history.last())?,
+            group: GroupInfo::of_source(&folder, history.last())?,
         };
         Ok((status, history))
     }
@@ -328,7 +329,7 @@ fn read_both(folder: &device::Dir) -> Result<(History, Bookmarks)> {
 /// How often a source that is synced without a pause is read again.
 const ATTEMPTS: u32 = 20;
 
-fn source_status(place: &Path, about: About, output: &Output) -> Result<Option<Group>> {
+fn source_status(place: &Path, about: SourceMetadata, output: &Output) -> Result<Option<GroupInfo>> {
     let (status, history) = SourceStatus::read(place, about)?;
     say(&status, output);
     status.group.iter().for_each(|group| group.say_of_source(output));
@@ -571,18 +572,18 @@ struct ReplicaStatus {
     /// It was the source itself until then, in seconds since 1970.
     demoted: Option<u64>,
     /// The group that it is committed with.
-    group: Option<Group>,
+    group: Option<GroupInfo>,
     /// Where its source is.
     #[serde(skip)]
     origin: Option<String>,
     /// Its readers at moments.
-    readers: Vec<replica::Reader>,
+    readers: Vec<replica::ReplicaReader>,
     /// A verification found that it differed from its source.
     verdict: Option<replica::Verdict>,
 }
 
 /// Prints what a replica was, or was told, where that decides what can be done with it.
-fn say_role(role: &replica::Role, unsure: u64, group: Option<&Group>, output: &Output) {
+fn say_role(role: &replica::Role, unsure: u64, group: Option<&GroupInfo>, output: &Output) {
     group.iter().for_each(|group| output.say(&format!("  {}", group.told())));
     if let Some(demoted) = &role.demoted {
         let written = match unsure {
@@ -713,7 +714,7 @@ fn replica(
         term: status.role.term,
         released: status.role.released.is_some(),
         demoted: status.role.demoted.as_ref().map(|demoted| demoted.since),
-        group: Group::of_replica(replica.path(), replica.recorded()),
+        group: GroupInfo::of_replica(replica.path(), replica.recorded()),
         origin: replica::origin(&absolute, &options).as_deref().map(local::shown_origin),
         readers: replica::readers(&absolute, &options)?,
         verdict: replica.verdict(),
@@ -807,7 +808,7 @@ fn missing_replica(path: &Path, state: &StateDir) -> Result<Option<String>> {
 /// Prints the lineage of a replica that is in use, or was promoted.
 fn written_down(
     path: std::path::PathBuf,
-    (options, state): (&replica::Options, &StateDir),
+    (options, state): (&replica::ReplicaOptions, &StateDir),
     in_use: Option<String>,
     output: &Output,
 ) -> Result<()> {
@@ -836,7 +837,7 @@ fn written_down(
         };
         output.say(&format!("  it {promoted}, and {what}"));
     }
-    let group = Group::of_replica(&path, &lineage);
+    let group = GroupInfo::of_replica(&path, &lineage);
     say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);
     let verdict = replica::verdict(&path, options).filter(|_| promoted.is_none());
     local::say_verdict(verdict, output);

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result, bail};
 use replica::KnownReplica;
 use serde::Serialize;
-use source::{About, LastVerify, StateDir, Tally};
+use source::{LastVerify, SourceMetadata, StateDir, Tally};
 
 use crate::args;
 use crate::failure;
@@ -19,13 +19,13 @@ use crate::status::exposition::{Exposition, Metric};
 use crate::status::job_copies;
 use crate::status::job_copies::{Fetch, JobCopy, Known};
 use crate::status::local::{LocalReplica, ROLES, STATES, made_elsewhere, path_of};
-use crate::status::membership::{self, Apart};
+use crate::status::membership::{self, DividedGroup};
 use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
 use crate::terms::units;
 
 /// What this host knows of sources and replicas.
 #[derive(Default)]
-pub(crate) struct Found {
+pub(crate) struct Inventory {
     pub sources: Vec<SourceStatus>,
     pub replicas: Vec<KnownReplica>,
     /// The source that each replica on this host follows, those that are not asked for included.
@@ -35,15 +35,15 @@ pub(crate) struct Found {
     /// Replicas that are sources with another state directory, and that.
     pub elsewhere: Vec<(PathBuf, PathBuf)>,
     /// Groups that could not be promoted as they are.
-    apart: Vec<Apart>,
+    apart: Vec<DividedGroup>,
     /// Sources whose state could not be read, and jobs that cannot be run.
     pub errors: Vec<anyhow::Error>,
 }
 
-impl Found {
+impl Inventory {
     /// Everything; or the source or the replica that is meant.
-    pub(crate) fn read(what: Option<&str>, state: &StateDir) -> Result<Found> {
-        let mut found = Found::default();
+    pub(crate) fn read(what: Option<&str>, state: &StateDir) -> Result<Inventory> {
+        let mut found = Inventory::default();
         let all = sync::known_replicas(state).all().context("cannot read the list of replicas")?;
         found.follow = follow(&all);
         let Some(what) = what else {
@@ -84,7 +84,7 @@ impl Found {
         });
     }
 
-    fn read_source(&mut self, place: &Path, about: About) {
+    fn read_source(&mut self, place: &Path, about: SourceMetadata) {
         match SourceStatus::read(place, about) {
             Ok((status, _)) => self.sources.push(status),
             Err(error) => self.fail(place, error),
@@ -131,8 +131,8 @@ struct Checked {
 }
 
 /// Prints one line per problem, or that there is none. Returns the exit code.
-pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> {
-    let found = Found::read(args.path.as_deref(), state)?;
+pub(crate) fn check(args: &args::StatusArgs, state: &StateDir, output: &Output) -> Result<u8> {
+    let found = Inventory::read(args.path.as_deref(), state)?;
     let mut problems = problems(&found, args)?;
     let is_empty = found.sources.is_empty() && found.replicas.is_empty() && found.elsewhere.is_empty();
     let nothing = is_empty && problems.is_empty();
@@ -157,7 +157,7 @@ pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> R
 }
 
 /// What needs attention, of all that was found.
-pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem>> {
+pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec<Problem>> {
     let mut problems: Vec<Problem> =
         found.errors.iter().map(|error| Problem::of("unreadable", failure::text(error))).collect();
     for source in &found.sources {
@@ -504,8 +504,8 @@ fn of_rewound(known: &KnownReplica) -> Option<Problem> {
 }
 
 /// Replicas that were to take over together, and cannot.
-fn of_apart(apart: &Apart) -> Problem {
-    let Apart { name, dir, why, in_part } = apart;
+fn of_apart(apart: &DividedGroup) -> Problem {
+    let DividedGroup { name, dir, why, in_part } = apart;
     let shown = dir.display();
     let way = match in_part {
         true => format!(
@@ -538,7 +538,7 @@ impl Metrics {
     /// # Errors
     /// If the state directory cannot be read at all.
     pub(crate) fn read(state: &StateDir) -> Result<Metrics> {
-        let found = Found::read(None, state)?;
+        let found = Inventory::read(None, state)?;
         let mut out = Exposition::default();
         found.sources.iter().for_each(|source| add_source(source, &mut out));
         found.replicas.iter().for_each(|known| add_local(&LocalReplica::of(known), &mut out));

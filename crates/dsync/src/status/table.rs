@@ -11,8 +11,8 @@ use crate::args;
 use crate::failure;
 use crate::output::Output;
 use crate::status::local::LocalReplica;
-use crate::status::membership::Group;
-use crate::status::monitor::{Found, Problem, problems};
+use crate::status::membership::GroupInfo;
+use crate::status::monitor::{Inventory, Problem, problems};
 use crate::status::{Lacking, SourceStatus, nothing};
 use crate::terms::units;
 
@@ -29,8 +29,8 @@ struct Row {
 }
 
 /// Prints problems, and the table.
-pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
-    let mut found = Found::read(None, state)?;
+pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) -> Result<()> {
+    let mut found = Inventory::read(None, state)?;
     // They end the command, and are its error.
     let mut errors = std::mem::take(&mut found.errors);
     let lines = lines(&found, &problems(&found, args)?, now())?;
@@ -50,7 +50,7 @@ pub(crate) fn now() -> u64 {
 }
 
 /// The lines of problems and of the table; none if nothing is known.
-pub(crate) fn lines(found: &Found, problems: &[Problem], now: u64) -> Result<Vec<String>> {
+pub(crate) fn lines(found: &Inventory, problems: &[Problem], now: u64) -> Result<Vec<String>> {
     let mut rows: Vec<Row> = Table { found, problems, now }.rows()?;
     rows.sort_by_key(|row| !row.is_problem);
     let mut lines: Vec<String> = problems.iter().map(|problem| format!("! {}", problem.message)).collect();
@@ -84,7 +84,7 @@ fn in_columns(rows: &[Row]) -> Vec<String> {
 
 /// What the rows are made of.
 struct Table<'a> {
-    found: &'a Found,
+    found: &'a Inventory,
     problems: &'a [Problem],
     now: u64,
 }
@@ -226,7 +226,7 @@ impl Table<'_> {
         names.sort_unstable();
         names.dedup();
         for name in names {
-            let members: Vec<(&Group, &SourceStatus)> =
+            let members: Vec<(&GroupInfo, &SourceStatus)> =
                 groups().filter(|(group, _)| group.name == name).collect();
             let epoch = members.iter().filter_map(|(group, _)| group.epoch).max();
             let state = epoch.map_or("no common epoch".into(), |epoch| format!("at common epoch {epoch}"));

@@ -8,7 +8,7 @@ use rustix::termios::tcgetwinsize;
 use source::StateDir;
 
 use crate::args;
-use crate::status::monitor::{Found, problems};
+use crate::status::monitor::{Inventory, problems};
 use crate::status::table;
 
 /// Clears a terminal.
@@ -24,7 +24,7 @@ const REST: &str = "\x1b[J";
 ///
 /// # Errors
 /// If nothing can be read or printed.
-pub(crate) fn run(args: &args::Status, every: Duration, state: &StateDir) -> Result<()> {
+pub(crate) fn run(args: &args::StatusArgs, every: Duration, state: &StateDir) -> Result<()> {
     let is_terminal = stdout().is_terminal();
     let mut begin = CLEAR;
     loop {
@@ -52,8 +52,8 @@ fn screen() -> (usize, usize) {
 }
 
 /// The lines of one page: problems first.
-fn page(args: &args::Status, state: &StateDir) -> Result<Vec<String>> {
-    let found = Found::read(args.path.as_deref(), state)?;
+fn page(args: &args::StatusArgs, state: &StateDir) -> Result<Vec<String>> {
+    let found = Inventory::read(args.path.as_deref(), state)?;
     let (problems, now) = (problems(&found, args)?, table::now());
     let mut lines = vec![format!("{}, {}", link::host_name(), device::moment(now))];
     lines.extend(problems.is_empty().then(|| "no problems".to_owned()));

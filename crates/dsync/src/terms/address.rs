@@ -5,25 +5,25 @@ use std::path::PathBuf;
 
 /// Where metrics are served.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Address {
+pub(crate) enum MetricsAddress {
     Tcp(SocketAddr),
     Unix(PathBuf),
 }
 
-impl Address {
+impl MetricsAddress {
     /// Reads `PORT` (on loopback), `HOST:PORT` or `unix:PATH`.
-    pub(crate) fn parse(text: &str) -> Result<Address, String> {
+    pub(crate) fn parse(text: &str) -> Result<MetricsAddress, String> {
         if let Some(path) = text.strip_prefix("unix:") {
             return match path.is_empty() {
                 true => {
                     Err("the path is missing in \"unix:\": use a form like unix:/run/dsync/metrics.sock"
                         .into())
                 }
-                false => Ok(Address::Unix(path.into())),
+                false => Ok(MetricsAddress::Unix(path.into())),
             };
         }
         let port = || Some(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), text.parse().ok()?));
-        text.parse().ok().or_else(port).map(Address::Tcp).ok_or_else(|| {
+        text.parse().ok().or_else(port).map(MetricsAddress::Tcp).ok_or_else(|| {
             "use a form like 9750 (on 127.0.0.1), 192.0.2.7:9750 or unix:/run/dsync/metrics.sock".to_owned()
         })
     }
@@ -35,13 +35,13 @@ mod tests {
 
     #[test]
     fn addresses_are_on_loopback_unless_one_is_given() {
-        let tcp = |text: &str| Ok(Address::Tcp(text.parse().unwrap()));
-        assert_eq!(Address::parse("9750"), tcp("127.0.0.1:9750"));
-        assert_eq!(Address::parse("0.0.0.0:9750"), tcp("0.0.0.0:9750"));
-        assert_eq!(Address::parse("[::1]:9750"), tcp("[::1]:9750"));
-        assert_eq!(Address::parse("unix:/run/m.sock"), Ok(Address::Unix("/run/m.sock".into())));
+        let tcp = |text: &str| Ok(MetricsAddress::Tcp(text.parse().unwrap()));
+        assert_eq!(MetricsAddress::parse("9750"), tcp("127.0.0.1:9750"));
+        assert_eq!(MetricsAddress::parse("0.0.0.0:9750"), tcp("0.0.0.0:9750"));
+        assert_eq!(MetricsAddress::parse("[::1]:9750"), tcp("[::1]:9750"));
+        assert_eq!(MetricsAddress::parse("unix:/run/m.sock"), Ok(MetricsAddress::Unix("/run/m.sock".into())));
         for wrong in ["", "unix:", "localhost", "127.0.0.1", "99999", ":9750"] {
-            assert!(Address::parse(wrong).is_err(), "{wrong}");
+            assert!(MetricsAddress::parse(wrong).is_err(), "{wrong}");
         }
     }
 }

@@ -7,7 +7,7 @@ const DAY: u16 = 24 * 60;
 
 /// What may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Allowed {
+pub(crate) enum SendRate {
     /// As much as there is.
     All,
     /// Bytes a second.
@@ -21,14 +21,14 @@ pub(crate) enum Allowed {
 struct Hours {
     from: u16,
     to: u16,
-    allowed: Allowed,
+    allowed: SendRate,
 }
 
 /// A limit on what is sent, by the time of the day.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Bandwidth {
     hours: Vec<Hours>,
-    otherwise: Allowed,
+    otherwise: SendRate,
 }
 
 impl Bandwidth {
@@ -36,11 +36,11 @@ impl Bandwidth {
     pub(crate) fn parse(text: &str) -> Result<Bandwidth, String> {
         if !text.contains('=') {
             return match allowed(text)? {
-                Allowed::Nothing => Err("pause needs hours: use a form like 08:00-18:00=pause".into()),
+                SendRate::Nothing => Err("pause needs hours: use a form like 08:00-18:00=pause".into()),
                 otherwise => Ok(Bandwidth { hours: Vec::new(), otherwise }),
             };
         }
-        let mut parsed = Bandwidth { hours: Vec::new(), otherwise: Allowed::All };
+        let mut parsed = Bandwidth { hours: Vec::new(), otherwise: SendRate::All };
         let mut parts = text.split(',').peekable();
         while let Some(part) = parts.next() {
             let wrong = || "use a form like 10M, or 08:00-18:00=10M,else=off".to_owned();
@@ -64,7 +64,7 @@ impl Bandwidth {
     }
 
     /// What may be sent at a minute of the day: what the first hours that hold it say.
-    pub(crate) fn at(&self, minute: u16) -> Allowed {
+    pub(crate) fn at(&self, minute: u16) -> SendRate {
         let holds = |hours: &&Hours| match hours.from < hours.to {
             true => (hours.from..hours.to).contains(&minute),
             false => minute >= hours.from || minute < hours.to,
@@ -74,7 +74,7 @@ impl Bandwidth {
 
     /// The next minute of the day at which something may be sent; `None` if there is none.
     pub(crate) fn paused_until(&self, minute: u16) -> Option<u16> {
-        (1..=DAY).map(|later| (minute + later) % DAY).find(|at| self.at(*at) != Allowed::Nothing)
+        (1..=DAY).map(|later| (minute + later) % DAY).find(|at| self.at(*at) != SendRate::Nothing)
     }
 
     /// True if it is not the same all day.
@@ -84,7 +84,8 @@ impl Bandwidth {
 
     /// True if nothing may be sent at some hour.
     pub(crate) fn pauses(&self) -> bool {
-        self.otherwise == Allowed::Nothing || self.hours.iter().any(|hours| hours.allowed == Allowed::Nothing)
+        self.otherwise == SendRate::Nothing
+            || self.hours.iter().any(|hours| hours.allowed == SendRate::Nothing)
     }
 }
 
@@ -98,13 +99,13 @@ fn minute(text: &str) -> Option<u16> {
 }
 
 /// Reads `10M`, `off` or `pause`.
-fn allowed(text: &str) -> Result<Allowed, String> {
+fn allowed(text: &str) -> Result<SendRate, String> {
     match text.trim() {
-        "off" => Ok(Allowed::All),
-        "pause" => Ok(Allowed::Nothing),
+        "off" => Ok(SendRate::All),
+        "pause" => Ok(SendRate::Nothing),
         rate => match units::parse_rate(rate)? {
             0 => Err("give a rate above zero, such as 10M".into()),
-            rate => Ok(Allowed::Rate(rate)),
+            rate => Ok(SendRate::Rate(rate)),
         },
     }
 }
@@ -113,7 +114,7 @@ fn allowed(text: &str) -> Result<Allowed, String> {
 mod tests {
     use super::*;
 
-    fn at(text: &str, time: &str) -> Allowed {
+    fn at(text: &str, time: &str) -> SendRate {
         Bandwidth::parse(text).unwrap().at(minute(time).unwrap())
     }
 
@@ -121,23 +122,23 @@ mod tests {
     fn each_hour_has_its_limit() {
         let day = "08:00-18:00=10M,22:30-06:00=pause,else=off";
         for (time, allowed) in [
-            ("07:59", Allowed::All),
-            ("08:00", Allowed::Rate(10 << 20)),
-            ("17:59", Allowed::Rate(10 << 20)),
-            ("18:00", Allowed::All),
-            ("22:29", Allowed::All),
-            ("22:30", Allowed::Nothing),
-            ("00:00", Allowed::Nothing),
-            ("05:59", Allowed::Nothing),
-            ("06:00", Allowed::All),
+            ("07:59", SendRate::All),
+            ("08:00", SendRate::Rate(10 << 20)),
+            ("17:59", SendRate::Rate(10 << 20)),
+            ("18:00", SendRate::All),
+            ("22:29", SendRate::All),
+            ("22:30", SendRate::Nothing),
+            ("00:00", SendRate::Nothing),
+            ("05:59", SendRate::Nothing),
+            ("06:00", SendRate::All),
         ] {
             assert_eq!(at(day, time), allowed, "{time}");
         }
-        assert_eq!(at("10M", "12:00"), Allowed::Rate(10 << 20));
-        assert_eq!(at("off", "12:00"), Allowed::All);
-        assert_eq!(at("00:00-24:00=1K", "23:59"), Allowed::Rate(1024));
-        assert_eq!(at("08:00-18:00=10M", "20:00"), Allowed::All, "without else");
-        assert_eq!(at("08:00-18:00=1K,12:00-13:00=2K", "12:30"), Allowed::Rate(1024), "the first one");
+        assert_eq!(at("10M", "12:00"), SendRate::Rate(10 << 20));
+        assert_eq!(at("off", "12:00"), SendRate::All);
+        assert_eq!(at("00:00-24:00=1K", "23:59"), SendRate::Rate(1024));
+        assert_eq!(at("08:00-18:00=10M", "20:00"), SendRate::All, "without else");
+        assert_eq!(at("08:00-18:00=1K,12:00-13:00=2K", "12:30"), SendRate::Rate(1024), "the first one");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::flow::rate::Rate;
 use crate::flow::transport::{Shared, Transport, WINDOW};
-use crate::flow::{End, lock};
+use crate::flow::{StreamEnd, lock};
 use crate::{Link, Message, Result};
 
 /// Moves messages into the other end's inbox.
@@ -54,7 +54,7 @@ impl Transport for MemoryTransport {
     }
 
     fn goodbye(&self) -> Result<()> {
-        self.other().ok_or_else(|| self.shared.cut(""))?.inbox.end(End::Goodbye);
+        self.other().ok_or_else(|| self.shared.cut(""))?.inbox.end(StreamEnd::Goodbye);
         Ok(())
     }
 

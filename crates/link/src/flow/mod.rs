@@ -29,7 +29,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// How a direction ended.
 #[derive(Clone)]
-pub(crate) enum End {
+pub(crate) enum StreamEnd {
     Goodbye,
     Failed(Error),
 }
@@ -44,7 +44,7 @@ pub(crate) struct Inbox {
 #[derive(Default)]
 struct InboxState {
     queue: VecDeque<Message>,
-    end: Option<End>,
+    end: Option<StreamEnd>,
 }
 
 impl Inbox {
@@ -54,12 +54,12 @@ impl Inbox {
     }
 
     /// The first end counts: a stream that closes after the goodbye changes nothing.
-    pub(crate) fn end(&self, end: End) {
+    pub(crate) fn end(&self, end: StreamEnd) {
         lock(&self.state).end.get_or_insert(end);
         self.changed.notify_all();
     }
 
-    pub(crate) fn ended(&self) -> Option<End> {
+    pub(crate) fn ended(&self) -> Option<StreamEnd> {
         lock(&self.state).end.clone()
     }
 
@@ -71,14 +71,14 @@ impl Inbox {
                 return Ok(Some(message));
             }
             match &state.end {
-                Some(End::Goodbye) => return Ok(None),
-                Some(End::Failed(error)) => return Err(error.clone()),
+                Some(StreamEnd::Goodbye) => return Ok(None),
+                Some(StreamEnd::Failed(error)) => return Err(error.clone()),
                 None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
 
-    /// As [`Inbox::pop`], but waits no longer than that.
+    /// Waits at most `patience` for the next message; those that arrived before the end are still returned.
     pub(crate) fn pop_within(&self, patience: Duration) -> Result<Received> {
         let until = Instant::now() + patience;
         let mut state = lock(&self.state);
@@ -87,8 +87,8 @@ impl Inbox {
                 return Ok(Received::Message(message));
             }
             match &state.end {
-                Some(End::Goodbye) => return Ok(Received::Goodbye),
-                Some(End::Failed(error)) => return Err(error.clone()),
+                Some(StreamEnd::Goodbye) => return Ok(Received::Goodbye),
+                Some(StreamEnd::Failed(error)) => return Err(error.clone()),
                 None => {}
             }
             let Some(left) = until.checked_duration_since(Instant::now()) else {
@@ -104,9 +104,9 @@ impl Inbox {
         let mut state = lock(&self.state);
         loop {
             match &state.end {
-                Some(End::Failed(error)) => return Some(error.clone()),
+                Some(StreamEnd::Failed(error)) => return Some(error.clone()),
                 // The first end counts.
-                Some(End::Goodbye) => return None,
+                Some(StreamEnd::Goodbye) => return None,
                 None => {}
             }
             let left = until.checked_duration_since(Instant::now())?;

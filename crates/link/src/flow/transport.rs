@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::flow::rate::Rate;
-use crate::flow::{End, Inbox, Window};
+use crate::flow::{Inbox, StreamEnd, Window};
 use crate::{Error, Message, Result};
 
 /// The usual bound on what is on its way to one receiver, in bytes; a single message may exceed it. Enough for near hosts,
@@ -73,7 +73,7 @@ impl Shared {
     /// Ends both directions. The first error counts.
     pub(crate) fn fail(&self, error: Error) {
         self.window.close(error.clone());
-        self.inbox.end(End::Failed(error));
+        self.inbox.end(StreamEnd::Failed(error));
     }
 }
 

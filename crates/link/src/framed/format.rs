@@ -77,7 +77,7 @@ fn from_units(units: u16) -> Duration {
 
 /// A frame, without the bytes of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Frame {
+pub(super) enum FrameHead {
     /// Lengths in bytes; both parts follow.
     Message { kind: u8, head: usize, body: usize },
     /// The receiver has taken this many bytes.
@@ -90,15 +90,15 @@ pub(super) enum Frame {
     Distrust,
 }
 
-impl Frame {
+impl FrameHead {
     pub(super) fn to_bytes(self) -> [u8; FRAMING] {
         // Messages are checked to be within bounds before they get here.
         let (what, kind, head, body) = match self {
-            Frame::Message { kind, head, body } => (0, kind, head as u32, body as u32),
-            Frame::Credit(bytes) => (1, 0, 0, bytes),
-            Frame::Goodbye => (2, 0, 0, 0),
-            Frame::Ping => (3, 0, 0, 0),
-            Frame::Distrust => (4, 0, 0, 0),
+            FrameHead::Message { kind, head, body } => (0, kind, head as u32, body as u32),
+            FrameHead::Credit(bytes) => (1, 0, 0, bytes),
+            FrameHead::Goodbye => (2, 0, 0, 0),
+            FrameHead::Ping => (3, 0, 0, 0),
+            FrameHead::Distrust => (4, 0, 0, 0),
         };
         let mut bytes = [0; FRAMING];
         (bytes[0], bytes[1]) = (what, kind);
@@ -108,7 +108,7 @@ impl Frame {
     }
 
     /// Reads a header, or returns what is wrong with it.
-    pub(super) fn parse(bytes: [u8; FRAMING]) -> Result<Frame, String> {
+    pub(super) fn parse(bytes: [u8; FRAMING]) -> Result<FrameHead, String> {
         let [what, kind, zero_1, zero_2, h0, h1, h2, h3, b0, b1, b2, b3] = bytes;
         let (head, body) = (u32::from_le_bytes([h0, h1, h2, h3]), u32::from_le_bytes([b0, b1, b2, b3]));
         match (what, kind, head, body) {
@@ -120,12 +120,12 @@ impl Frame {
                         "a message of {head} + {body} bytes; the limit is {MAX_HEAD} + {MAX_BODY}"
                     ));
                 }
-                Ok(Frame::Message { kind, head, body })
+                Ok(FrameHead::Message { kind, head, body })
             }
-            (1, 0, 0, bytes) => Ok(Frame::Credit(bytes)),
-            (2, 0, 0, 0) => Ok(Frame::Goodbye),
-            (3, 0, 0, 0) => Ok(Frame::Ping),
-            (4, 0, 0, 0) => Ok(Frame::Distrust),
+            (1, 0, 0, bytes) => Ok(FrameHead::Credit(bytes)),
+            (2, 0, 0, 0) => Ok(FrameHead::Goodbye),
+            (3, 0, 0, 0) => Ok(FrameHead::Ping),
+            (4, 0, 0, 0) => Ok(FrameHead::Distrust),
             _ => Err("an unknown frame".into()),
         }
     }
@@ -152,14 +152,17 @@ mod tests {
         assert_eq!(hello.to_bytes(), *b"\x93dsync\r\n\x01\0\x2c\x01\x03\x02\x01\0");
         assert_eq!(Hello::parse(&hello.to_bytes()), Ok(hello));
         for (frame, bytes) in [
-            (Frame::Message { kind: 7, head: 0x0102, body: 0x0304 }, *b"\0\x07\0\0\x02\x01\0\0\x04\x03\0\0"),
-            (Frame::Credit(0x0102_0304), *b"\x01\0\0\0\0\0\0\0\x04\x03\x02\x01"),
-            (Frame::Goodbye, *b"\x02\0\0\0\0\0\0\0\0\0\0\0"),
-            (Frame::Ping, *b"\x03\0\0\0\0\0\0\0\0\0\0\0"),
-            (Frame::Distrust, *b"\x04\0\0\0\0\0\0\0\0\0\0\0"),
+            (
+                FrameHead::Message { kind: 7, head: 0x0102, body: 0x0304 },
+                *b"\0\x07\0\0\x02\x01\0\0\x04\x03\0\0",
+            ),
+            (FrameHead::Credit(0x0102_0304), *b"\x01\0\0\0\0\0\0\0\x04\x03\x02\x01"),
+            (FrameHead::Goodbye, *b"\x02\0\0\0\0\0\0\0\0\0\0\0"),
+            (FrameHead::Ping, *b"\x03\0\0\0\0\0\0\0\0\0\0\0"),
+            (FrameHead::Distrust, *b"\x04\0\0\0\0\0\0\0\0\0\0\0"),
         ] {
             assert_eq!(frame.to_bytes(), bytes);
-            assert_eq!(Frame::parse(bytes), Ok(frame));
+            assert_eq!(FrameHead::parse(bytes), Ok(frame));
         }
     }
 }

@@ -23,7 +23,7 @@ use device::Buf;
 
 pub(crate) use self::format::NEVER;
 pub use self::format::VERSION;
-use self::format::{Frame, Hello};
+use self::format::{FrameHead, Hello};
 pub(crate) use self::keepalive::Activity;
 use self::keepalive::Keepalive;
 use crate::flow::lock;
@@ -190,7 +190,7 @@ impl FramedStream {
     /// Sends a ping, unless a message is being sent anyway. False when nothing can be sent any more.
     fn ping(&self) -> bool {
         let Some(mut out) = self.try_out() else { return true };
-        let sent = self.put(&mut out, [&Frame::Ping.to_bytes(), &[], &[]]);
+        let sent = self.put(&mut out, [&FrameHead::Ping.to_bytes(), &[], &[]]);
         drop(out);
         self.close_if_abandoned();
         self.send_credit();
@@ -224,7 +224,7 @@ impl FramedStream {
         thread::scope(|scope| {
             // A peer that does not read would block the write until the owner is killed below.
             let tell = move || {
-                let _ = self.put(&mut lock(&self.out), [&Frame::Distrust.to_bytes(), &[], &[]]);
+                let _ = self.put(&mut lock(&self.out), [&FrameHead::Distrust.to_bytes(), &[], &[]]);
                 let _ = told.send(());
             };
             if thread::Builder::new().name("link distrust".into()).spawn_scoped(scope, tell).is_ok() {
@@ -258,7 +258,7 @@ impl FramedStream {
             let Some(mut out) = self.try_out() else { return };
             let owed = self.owed.swap(0, Ordering::SeqCst);
             self.inside.fetch_sub(owed, Ordering::SeqCst);
-            let credit = Frame::Credit(u32::try_from(owed).unwrap_or(u32::MAX)).to_bytes();
+            let credit = FrameHead::Credit(u32::try_from(owed).unwrap_or(u32::MAX)).to_bytes();
             if self.put(&mut out, [&credit, &[], &[]]).is_err() {
                 return;
             }
@@ -369,12 +369,12 @@ impl Transport for FramedStream {
 
     fn send(&self, message: Message) -> Result<()> {
         let Message { kind, head, body } = message;
-        let header = Frame::Message { kind, head: head.len(), body: body.len() }.to_bytes();
+        let header = FrameHead::Message { kind, head: head.len(), body: body.len() }.to_bytes();
         self.write([&header, &head], body)
     }
 
     fn goodbye(&self) -> Result<()> {
-        self.write([&Frame::Goodbye.to_bytes(), &[]], Buf::default())
+        self.write([&FrameHead::Goodbye.to_bytes(), &[]], Buf::default())
     }
 
     fn consumed(&self, cost: u64) {

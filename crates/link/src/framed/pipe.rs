@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use crate::framed::stream::{Stream, Wake};
+use crate::framed::stream::{PipeStream, Wake};
 use crate::framed::{FramedStream, NEVER, StreamOptions};
 use crate::{Error, Link, Result};
 
@@ -36,7 +36,7 @@ impl Link {
 }
 
 /// Takes the process's standard input and output, and replaces them by harmless ones.
-fn take_stdio() -> io::Result<(Stream, Stream, Arc<Wake>)> {
+fn take_stdio() -> io::Result<(PipeStream, PipeStream, Arc<Wake>)> {
     let reader = io::stdin().as_fd().try_clone_to_owned()?;
     let writer = io::stdout().as_fd().try_clone_to_owned()?;
     rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;

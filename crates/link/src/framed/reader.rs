@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use device::Buf;
 
-use super::format::{BadHello, Frame, HELLO, Hello, MAGIC, VERSION};
+use super::format::{BadHello, FrameHead, HELLO, Hello, MAGIC, VERSION};
 use super::keepalive::{self, Activity};
 use super::{FramedStream, Reading};
-use crate::flow::End;
+use crate::flow::StreamEnd;
 use crate::flow::transport::Shared;
 use crate::message::{self, FRAMING};
 use crate::{Error, Message};
@@ -135,8 +135,8 @@ fn read_frame(stream: &FramedStream, reader: &mut BufReader<ActivityReader>) -> 
     let mut header = [0; FRAMING];
     reader.read_exact(&mut header)?;
     shared.traffic.add_received(FRAMING as u64);
-    match Frame::parse(header).map_err(|what| bad(shared, &what))? {
-        Frame::Message { kind, head, body } => {
+    match FrameHead::parse(header).map_err(|what| bad(shared, &what))? {
+        FrameHead::Message { kind, head, body } => {
             if !stream.has_room_for(message::cost(head, body)) {
                 return Err(bad(shared, "more than it had credit for"));
             }
@@ -150,10 +150,10 @@ fn read_frame(stream: &FramedStream, reader: &mut BufReader<ActivityReader>) -> 
             shared.traffic.add_received(body as u64);
             shared.inbox.push(message);
         }
-        Frame::Credit(bytes) => shared.window.release(bytes.into()),
-        Frame::Goodbye => shared.inbox.end(End::Goodbye),
-        Frame::Ping => {}
-        Frame::Distrust => {
+        FrameHead::Credit(bytes) => shared.window.release(bytes.into()),
+        FrameHead::Goodbye => shared.inbox.end(StreamEnd::Goodbye),
+        FrameHead::Ping => {}
+        FrameHead::Distrust => {
             let trust = stream.options.trust.as_ref();
             let refused = trust.map(|trust| Failure::Wrong(trust.refused()));
             return Err(refused.unwrap_or_else(|| bad(shared, "an unknown frame")));

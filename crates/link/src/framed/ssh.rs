@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::flow::lock;
 use crate::framed::pipe::widen;
-use crate::framed::stream::{Stream, Wake};
+use crate::framed::stream::{PipeStream, Wake};
 use crate::framed::{FramedStream, StreamOptions, StreamOwner};
 use crate::{Error, Link, Result, printable, printable_lines};
 
@@ -56,7 +56,7 @@ struct Remote {
 }
 
 /// Starts `command` on `host`; its output and its input.
-fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(Arc<Remote>, Stream, Stream)> {
+fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(Arc<Remote>, PipeStream, PipeStream)> {
     // A host that begins with a dash would be an option to ssh, and options of ssh can run programs.
     if host.is_empty() || host.starts_with('-') || host.contains('\0') {
         return Err(Error::Host(host.to_string()));

@@ -14,7 +14,7 @@ use crate::Error;
 use crate::framed::StreamOwner;
 
 /// One of the two streams.
-pub(crate) struct Stream {
+pub(crate) struct PipeStream {
     file: File,
     wake: Arc<OwnedFd>,
 }
@@ -28,13 +28,13 @@ impl Wake {
     }
 
     /// A stream that this ends.
-    pub(crate) fn stream(&self, fd: OwnedFd) -> io::Result<Stream> {
+    pub(crate) fn stream(&self, fd: OwnedFd) -> io::Result<PipeStream> {
         let kind = FileType::from_raw_mode(rustix::fs::fstat(&fd)?.st_mode);
         // A terminal or a file is shared with others, and is left as it is.
         if matches!(kind, FileType::Fifo | FileType::Socket) {
             rustix::fs::fcntl_setfl(&fd, rustix::fs::fcntl_getfl(&fd)? | OFlags::NONBLOCK)?;
         }
-        Ok(Stream { file: fd.into(), wake: Arc::clone(&self.0) })
+        Ok(PipeStream { file: fd.into(), wake: Arc::clone(&self.0) })
     }
 
     pub(crate) fn end(&self) {
@@ -43,7 +43,7 @@ impl Wake {
     }
 }
 
-impl Stream {
+impl PipeStream {
     /// Waits until `what` is possible, or both streams were ended.
     fn wait(&self, what: PollFlags) -> io::Result<()> {
         let mut fds = [PollFd::new(&self.file, what), PollFd::new(&*self.wake, PollFlags::IN)];
@@ -59,13 +59,13 @@ impl Stream {
     }
 }
 
-impl AsFd for Stream {
+impl AsFd for PipeStream {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.file.as_fd()
     }
 }
 
-impl Read for Stream {
+impl Read for PipeStream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.file.read(buf) {
@@ -76,7 +76,7 @@ impl Read for Stream {
     }
 }
 
-impl Write for Stream {
+impl Write for PipeStream {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         self.write_vectored(&[io::IoSlice::new(buf)])
     }

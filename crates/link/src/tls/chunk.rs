@@ -3,7 +3,7 @@
 
 use device::Buf;
 
-use super::hello::{HELLO, Hello};
+use super::hello::{HELLO, SessionHello};
 
 /// The most bytes that a chunk carries: a frame's data, which has one for itself.
 pub(super) const CHUNK: usize = 1 << 20;
@@ -83,7 +83,7 @@ impl Assembler {
 /// complete chunks.
 pub fn read_connection(bytes: &[u8]) -> Result<usize, String> {
     let (hello, mut rest) = bytes.split_first_chunk::<HELLO>().ok_or("too short")?;
-    let parsed = Hello::parse(hello)?;
+    let parsed = SessionHello::parse(hello)?;
     assert_eq!(parsed.to_bytes(), *hello, "a hello is read as it is written");
     let mut assembler = Assembler::default();
     let mut total = 0;
@@ -114,7 +114,7 @@ mod tests {
     }
 
     fn connection(parts: &[Vec<u8>]) -> Vec<u8> {
-        [&Hello { what: 3, connections: 4, session: [7; 16] }.to_bytes()[..], &parts.concat()].concat()
+        [&SessionHello { what: 3, connections: 4, session: [7; 16] }.to_bytes()[..], &parts.concat()].concat()
     }
 
     #[test]

@@ -9,8 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::connection::{TlsConnection, tune};
-use super::handshake::Client;
-use super::hello::{BUSY, HELLO, Hello, Id, MAX_CONNECTIONS, NO_SESSION, WELCOME};
+use super::handshake::ClientHandshake;
+use super::hello::{BUSY, HELLO, Id, MAX_CONNECTIONS, NO_SESSION, SessionHello, WELCOME};
 use super::session;
 use crate::{Error, Keys, Link, Result, Roles};
 
@@ -31,7 +31,7 @@ pub struct ConnectOptions {
 }
 
 impl Default for ConnectOptions {
-    /// As many connections as the distance needs; 10 and 30 seconds; to push.
+    /// As many connections as the distance needs, a patience of 10 and a timeout of 30 seconds, to push.
     fn default() -> ConnectOptions {
         ConnectOptions {
             connections: None,
@@ -50,7 +50,7 @@ impl Link {
     /// [`Error::Connect`], [`Error::Tls`], [`Error::Unknown`], [`Error::Swapped`], [`Error::Expired`], [`Error::NotFor`], [`Error::NotTrusted`],
     /// [`Error::Busy`], [`Error::Keys`], [`Error::Version`], each naming the host and a way out.
     pub fn tls(keys: &Keys, host: &str, port: u16, options: &ConnectOptions) -> Result<Link> {
-        let dialer = Dialer { client: Client::new(keys, host, port, options.role)?, options };
+        let dialer = Dialer { client: ClientHandshake::new(keys, host, port, options.role)?, options };
         let link = dialer.open(host, port)?;
         link.ready()?;
         Ok(link)
@@ -70,7 +70,7 @@ fn needed(round_trip: Duration) -> usize {
 
 /// Opens the connections of one session.
 struct Dialer<'a> {
-    client: Client,
+    client: ClientHandshake,
     options: &'a ConnectOptions,
 }
 
@@ -79,9 +79,10 @@ impl Dialer<'_> {
         let (socket, address, round_trip) = self.reach(&self.resolve(host, port)?)?;
         let wanted = self.options.connections.map_or(needed(round_trip), |n| n.clamp(1, MAX_CONNECTIONS));
         // At most 16.
-        let hello = Hello { what: 0, connections: wanted as u8, session: Id::default() };
+        let hello = SessionHello { what: 0, connections: wanted as u8, session: Id::default() };
         let (first, session) = self.enter(socket, hello)?;
-        let join = |number| self.enter(self.connect(address)?, Hello { what: number, session, ..hello });
+        let join =
+            |number| self.enter(self.connect(address)?, SessionHello { what: number, session, ..hello });
         let join = &join;
         let others: Vec<Result<TlsConnection>> = thread::scope(|scope| {
             let start = |number| thread::Builder::new().spawn_scoped(scope, move || join(number));
@@ -135,7 +136,7 @@ impl Dialer<'_> {
     }
 
     /// Performs the handshake, sends this connection's hello, and reads the answer. Returns the session's name too.
-    fn enter(&self, socket: TcpStream, hello: Hello) -> Result<(TlsConnection, Id)> {
+    fn enter(&self, socket: TcpStream, hello: SessionHello) -> Result<(TlsConnection, Id)> {
         let until = Instant::now() + self.options.patience;
         let mut connection = self.client.handshake(socket, until)?;
         let mut answer = [0; HELLO];
@@ -146,7 +147,7 @@ impl Dialer<'_> {
             .or_else(|failed| said.and(Err(failed)))
             .map_err(|failed| self.client.error(failed))?;
         let peer = self.client.peer().to_string();
-        let answer = Hello::parse(&answer)
+        let answer = SessionHello::parse(&answer)
             .map_err(|what| Error::Tls { peer: peer.clone(), why: format!("it sent {what}") })?;
         match answer.what {
             WELCOME => Ok((connection, answer.session)),

@@ -26,47 +26,47 @@ pub(super) fn tune(socket: &TcpStream, timeout: Duration) {
 
 /// Why there is no connection.
 #[derive(Debug)]
-pub(super) enum Failed {
+pub(super) enum ConnectError {
     Io(io::Error),
     Tls(rustls::Error),
 }
 
-impl Failed {
+impl ConnectError {
     /// True if the other side does not trust the key.
     pub(super) fn is_distrust(&self) -> bool {
-        matches!(self, Failed::Tls(rustls::Error::AlertReceived(AlertDescription::CertificateUnknown)))
+        matches!(self, ConnectError::Tls(rustls::Error::AlertReceived(AlertDescription::CertificateUnknown)))
     }
 
-    /// As an error about `peer`.
+    /// The error to report about `peer`.
     pub(super) fn error(self, peer: &str) -> Error {
         let peer = peer.to_string();
         match self {
             // None of these means that it does not speak TLS.
-            Failed::Io(error) if error.kind() == io::ErrorKind::TimedOut => {
+            ConnectError::Io(error) if error.kind() == io::ErrorKind::TimedOut => {
                 Error::Connect { peer, why: "no answer in time".into() }
             }
-            Failed::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => Error::Connect {
+            ConnectError::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => Error::Connect {
                 peer,
                 why: "it closed the connection before it answered: it is shutting down or has too many connections"
                     .into(),
             },
-            Failed::Io(error) => Error::Connect { peer, why: error.to_string() },
-            Failed::Tls(rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(error))))
+            ConnectError::Io(error) => Error::Connect { peer, why: error.to_string() },
+            ConnectError::Tls(rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(error))))
                 if error.is::<Error>() =>
             {
                 error.downcast_ref::<Error>().cloned().unwrap_or(Error::Tls { peer, why: error.to_string() })
             }
-            Failed::Tls(rustls::Error::InvalidMessage(_)) => {
+            ConnectError::Tls(rustls::Error::InvalidMessage(_)) => {
                 Error::Tls { peer, why: "what it sent is not TLS".into() }
             }
-            Failed::Tls(error) => Error::Tls { peer, why: error.to_string() },
+            ConnectError::Tls(error) => Error::Tls { peer, why: error.to_string() },
         }
     }
 }
 
-impl From<io::Error> for Failed {
-    fn from(error: io::Error) -> Failed {
-        Failed::Io(error)
+impl From<io::Error> for ConnectError {
+    fn from(error: io::Error) -> ConnectError {
+        ConnectError::Io(error)
     }
 }
 
@@ -82,7 +82,7 @@ impl TlsConnection {
         socket: Arc<TcpStream>,
         mut tls: Connection,
         until: Instant,
-    ) -> Result<TlsConnection, Failed> {
+    ) -> Result<TlsConnection, ConnectError> {
         // Bounded by what is passed in: never more than a chunk at a time.
         tls.set_buffer_limit(None);
         let mut connection = TlsConnection { socket, tls };
@@ -99,7 +99,7 @@ impl TlsConnection {
     }
 
     /// Sends what there is to be sent, then takes what comes next.
-    fn turn(&mut self, until: Instant) -> Result<(), Failed> {
+    fn turn(&mut self, until: Instant) -> Result<(), ConnectError> {
         self.flush(until)?;
         if !self.tls.is_handshaking() {
             return Ok(());
@@ -107,20 +107,20 @@ impl TlsConnection {
         self.take(until)
     }
 
-    fn take(&mut self, until: Instant) -> Result<(), Failed> {
+    fn take(&mut self, until: Instant) -> Result<(), ConnectError> {
         if self.tls.read_tls(&mut Timed { socket: &self.socket, until })? == 0 {
-            return Err(Failed::Io(io::ErrorKind::UnexpectedEof.into()));
+            return Err(ConnectError::Io(io::ErrorKind::UnexpectedEof.into()));
         }
         if let Err(error) = self.tls.process_new_packets() {
             // The other side is told why, if it listens.
             let _ = self.flush(until);
             self.part(until);
-            return Err(Failed::Tls(error));
+            return Err(ConnectError::Tls(error));
         }
         Ok(())
     }
 
-    fn flush(&mut self, until: Instant) -> Result<(), Failed> {
+    fn flush(&mut self, until: Instant) -> Result<(), ConnectError> {
         while self.tls.wants_write() {
             self.tls.write_tls(&mut Timed { socket: &self.socket, until })?;
         }
@@ -128,21 +128,21 @@ impl TlsConnection {
     }
 
     /// Fills `buf`, before `until`.
-    pub(super) fn read_exact(&mut self, buf: &mut [u8], until: Instant) -> Result<(), Failed> {
+    pub(super) fn read_exact(&mut self, buf: &mut [u8], until: Instant) -> Result<(), ConnectError> {
         let mut have = 0;
         while have < buf.len() {
             match self.tls.reader().read(&mut buf[have..]) {
-                Ok(0) => return Err(Failed::Io(io::ErrorKind::UnexpectedEof.into())),
+                Ok(0) => return Err(ConnectError::Io(io::ErrorKind::UnexpectedEof.into())),
                 Ok(len) => have += len,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.take(until)?,
-                Err(error) => return Err(Failed::Io(error)),
+                Err(error) => return Err(ConnectError::Io(error)),
             }
         }
         Ok(())
     }
 
     /// Sends all of `bytes`, before `until`.
-    pub(super) fn write_all(&mut self, bytes: &[u8], until: Instant) -> Result<(), Failed> {
+    pub(super) fn write_all(&mut self, bytes: &[u8], until: Instant) -> Result<(), ConnectError> {
         self.tls.writer().write_all(bytes)?;
         self.flush(until)
     }

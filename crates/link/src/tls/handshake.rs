@@ -12,8 +12,8 @@ use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection};
 
-use super::connection::{Failed, TlsConnection};
-use super::verify::{Expected, KeyVerifier};
+use super::connection::{ConnectError, TlsConnection};
+use super::verify::{ExpectedPeer, KeyVerifier};
 use crate::framed::Trust;
 use crate::keys::{Own, host_name};
 use crate::{Error, Key, Keys, Result, Roles};
@@ -32,20 +32,20 @@ fn no_config(error: rustls::Error) -> Error {
 }
 
 /// A client's side of handshakes with one server.
-pub(super) struct Client {
+pub(super) struct ClientHandshake {
     peer: String,
     own: Key,
     verifier: Arc<KeyVerifier>,
     config: Arc<ClientConfig>,
 }
 
-impl Client {
+impl ClientHandshake {
     /// Presents the own key of `keys`, and accepts only the one that is pinned there for `host` and `port`, and for this role.
-    pub(super) fn new(keys: &Keys, host: &str, port: u16, role: Roles) -> Result<Client> {
+    pub(super) fn new(keys: &Keys, host: &str, port: u16, role: Roles) -> Result<ClientHandshake> {
         let own = keys.own_with_secret()?;
         let peer = format!("{host}:{port}");
         let names = [peer.clone(), host.to_string()];
-        let expected = Expected::Server { peer: peer.clone(), names, role };
+        let expected = ExpectedPeer::Server { peer: peer.clone(), names, role };
         let verifier = KeyVerifier::new(keys, expected);
         let config = (|| {
             let mut config = ClientConfig::builder_with_provider(provider())
@@ -60,7 +60,7 @@ impl Client {
             config.resumption = Resumption::disabled();
             Ok(Arc::new(config))
         })();
-        Ok(Client { peer, own: own.key, verifier, config: config.map_err(no_config)? })
+        Ok(ClientHandshake { peer, own: own.key, verifier, config: config.map_err(no_config)? })
     }
 
     /// `HOST:PORT`.
@@ -82,7 +82,7 @@ impl Client {
     }
 
     /// What a failure means to the client.
-    pub(super) fn error(&self, failed: Failed) -> Error {
+    pub(super) fn error(&self, failed: ConnectError) -> Error {
         match failed.is_distrust() {
             true => Error::NotTrusted { peer: self.peer.clone(), name: host_name(), key: self.own },
             false => failed.error(&self.peer),
@@ -91,17 +91,17 @@ impl Client {
 }
 
 /// A server's side of handshakes.
-pub(super) struct Server {
+pub(super) struct ServerHandshake {
     own: Key,
     verifier: Arc<KeyVerifier>,
     config: Arc<ServerConfig>,
 }
 
-impl Server {
+impl ServerHandshake {
     /// Presents the own key of `keys`, and accepts those that are pinned there to be served; if `from` has names, only theirs.
-    pub(super) fn new(keys: &Keys, from: Vec<String>) -> Result<Server> {
+    pub(super) fn new(keys: &Keys, from: Vec<String>) -> Result<ServerHandshake> {
         let own = keys.own_with_secret()?;
-        let verifier = KeyVerifier::new(keys, Expected::Client { from });
+        let verifier = KeyVerifier::new(keys, ExpectedPeer::Client { from });
         let config = (|| {
             let mut config = ServerConfig::builder_with_provider(provider())
                 .with_protocol_versions(&[&TLS13])?
@@ -110,11 +110,15 @@ impl Server {
             config.send_tls13_tickets = 0;
             Ok(Arc::new(config))
         })();
-        Ok(Server { own: own.key, verifier, config: config.map_err(no_config)? })
+        Ok(ServerHandshake { own: own.key, verifier, config: config.map_err(no_config)? })
     }
 
-    pub(super) fn handshake(&self, socket: Arc<TcpStream>, until: Instant) -> Result<TlsConnection, Failed> {
-        let tls = ServerConnection::new(Arc::clone(&self.config)).map_err(Failed::Tls)?;
+    pub(super) fn handshake(
+        &self,
+        socket: Arc<TcpStream>,
+        until: Instant,
+    ) -> Result<TlsConnection, ConnectError> {
+        let tls = ServerConnection::new(Arc::clone(&self.config)).map_err(ConnectError::Tls)?;
         TlsConnection::handshake(socket, tls.into(), until)
     }
 

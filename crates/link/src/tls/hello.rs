@@ -17,7 +17,7 @@ pub(super) type Id = [u8; 16];
 
 /// A hello.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Hello {
+pub(super) struct SessionHello {
     /// The connection's number, or the server's answer.
     pub(super) what: u8,
     /// How many connections the session has.
@@ -34,7 +34,7 @@ pub(super) const BUSY: u8 = 1;
 /// No such session waits for that connection of this key.
 pub(super) const NO_SESSION: u8 = 2;
 
-impl Hello {
+impl SessionHello {
     pub(super) fn to_bytes(self) -> [u8; HELLO] {
         let mut bytes = [0; HELLO];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -45,7 +45,7 @@ impl Hello {
     }
 
     /// Reads a hello, or returns what is wrong with it.
-    pub(super) fn parse(bytes: &[u8; HELLO]) -> Result<Hello, String> {
+    pub(super) fn parse(bytes: &[u8; HELLO]) -> Result<SessionHello, String> {
         if bytes[..8] != MAGIC {
             return Err("something other than dsync's hello".into());
         }
@@ -57,7 +57,7 @@ impl Hello {
         }
         let mut session = Id::default();
         session.copy_from_slice(&bytes[12..]);
-        let hello = Hello { what: bytes[10], connections: bytes[11], session };
+        let hello = SessionHello { what: bytes[10], connections: bytes[11], session };
         match usize::from(hello.connections) {
             1..=MAX_CONNECTIONS => Ok(hello),
             count => Err(format!("a session of {count} connections; a session has 1 to {MAX_CONNECTIONS}")),
@@ -71,16 +71,16 @@ mod tests {
 
     #[test]
     fn a_hello_is_read_as_it_is_written() {
-        let hello = Hello { what: 2, connections: 16, session: [9; 16] };
+        let hello = SessionHello { what: 2, connections: 16, session: [9; 16] };
         assert_eq!(
             hello.to_bytes(),
             *b"\x93dslane\n\x01\0\x02\x10\x09\x09\x09\x09\x09\x09\x09\x09\x09\x09\x09\x09\x09\x09\x09\x09"
         );
-        assert_eq!(Hello::parse(&hello.to_bytes()), Ok(hello));
+        assert_eq!(SessionHello::parse(&hello.to_bytes()), Ok(hello));
         for (at, value) in [(0, 0), (7, 0), (8, 2), (9, 1), (11, 0), (11, 17), (11, 255)] {
             let mut bytes = hello.to_bytes();
             bytes[at] = value;
-            assert!(Hello::parse(&bytes).is_err(), "byte {at} as {value}");
+            assert!(SessionHello::parse(&bytes).is_err(), "byte {at} as {value}");
         }
     }
 }

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use device::Bell;
 
-use super::connection::{Failed, TlsConnection, tune};
-use super::handshake::Server;
-use super::hello::{BUSY, HELLO, Hello, NO_SESSION, WELCOME};
+use super::connection::{ConnectError, TlsConnection, tune};
+use super::handshake::ServerHandshake;
+use super::hello::{BUSY, HELLO, NO_SESSION, SessionHello, WELCOME};
 use super::pending::{Pending, PendingConnection};
 use super::session;
 use super::sessions::Sessions;
@@ -21,7 +21,7 @@ use crate::{Error, Key, Keys, Link, Result, Roles};
 
 /// Limits of a listener.
 #[derive(Debug, Clone)]
-pub struct Limits {
+pub struct ListenerLimits {
     /// Sessions.
     pub sessions: usize,
     /// Sessions of one key.
@@ -38,9 +38,9 @@ pub struct Limits {
     pub from: Vec<String>,
 }
 
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
+impl Default for ListenerLimits {
+    fn default() -> ListenerLimits {
+        ListenerLimits {
             sessions: 64,
             sessions_of_key: 32,
             pending: 256,
@@ -88,9 +88,9 @@ pub struct Stop {
 }
 
 struct ListenerState {
-    server: Server,
+    server: ServerHandshake,
     keys: Keys,
-    limits: Limits,
+    limits: ListenerLimits,
     pending: Arc<Pending>,
     sessions: Arc<Sessions>,
     log: RateLimitedLog,
@@ -105,7 +105,7 @@ impl Listener {
     pub fn bind(
         address: SocketAddr,
         keys: &Keys,
-        limits: Limits,
+        limits: ListenerLimits,
         log: impl Fn(&str) + Send + Sync + 'static,
     ) -> Result<Listener> {
         let socket = TcpListener::bind(address).map_err(cannot_listen(address))?;
@@ -119,10 +119,10 @@ impl Listener {
     pub fn on(
         socket: TcpListener,
         keys: &Keys,
-        limits: Limits,
+        limits: ListenerLimits,
         log: impl Fn(&str) + Send + Sync + 'static,
     ) -> Result<Listener> {
-        let server = Server::new(keys, limits.from.clone())?;
+        let server = ServerHandshake::new(keys, limits.from.clone())?;
         let address = socket.local_addr().map_err(cannot_listen("the given socket"))?;
         let bell = socket.set_nonblocking(true).and_then(|()| Bell::new());
         let bell = Arc::new(bell.map_err(cannot_listen(address))?);
@@ -228,21 +228,21 @@ impl ListenerState {
             Ok(place) => place,
             Err(why) => {
                 self.log.line(&format!("{peer}: {why}"));
-                let _ = connection.write_all(&Hello { what: BUSY, ..hello }.to_bytes(), until);
+                let _ = connection.write_all(&SessionHello { what: BUSY, ..hello }.to_bytes(), until);
                 return connection.part(until);
             }
         };
         // From here on the session is counted instead.
         drop(pending);
-        let hello = Hello { session: place.session, ..hello };
-        if connection.write_all(&Hello { what: WELCOME, ..hello }.to_bytes(), until).is_err() {
+        let hello = SessionHello { session: place.session, ..hello };
+        if connection.write_all(&SessionHello { what: WELCOME, ..hello }.to_bytes(), until).is_err() {
             return;
         }
         self.sessions.join(peer.key, hello, connection);
         let Some(connections) = place.gather(Instant::now() + self.limits.patience) else {
             return self.log.line(&format!("{peer}: the session's connections did not come in time"));
         };
-        let (Limits { patience, timeout, .. }, trust) =
+        let (ListenerLimits { patience, timeout, .. }, trust) =
             (&self.limits, self.server.trust(&peer.name, peer.key));
         match session::open(&peer.name, connections, *patience, *timeout, trust) {
             Ok(link) if place.open(&link) => serve(link, &peer),
@@ -257,14 +257,14 @@ impl ListenerState {
         socket: Arc<TcpStream>,
         address: SocketAddr,
         until: Instant,
-    ) -> Result<(TlsConnection, Peer, Hello), String> {
+    ) -> Result<(TlsConnection, Peer, SessionHello), String> {
         let refused = |failed| refusal(address.ip(), failed);
         let mut connection = self.server.handshake(socket, until).map_err(refused)?;
         let key = connection.key().ok_or_else(|| format!("{}: it showed no key", address.ip()))?;
         let mut hello = [0; HELLO];
         connection.read_exact(&mut hello, until).map_err(refused)?;
         let peer = Peer { name: self.name_of(key), key, address };
-        match Hello::parse(&hello) {
+        match SessionHello::parse(&hello) {
             Ok(hello) => Ok((connection, peer, hello)),
             Err(what) => {
                 connection.part(until);
@@ -282,10 +282,10 @@ impl ListenerState {
     }
 
     /// Adds a further connection to a session of the same key.
-    fn join(&self, mut connection: TlsConnection, peer: &Peer, hello: Hello, until: Instant) {
+    fn join(&self, mut connection: TlsConnection, peer: &Peer, hello: SessionHello, until: Instant) {
         // The answer goes out before the connection can carry anything else.
         let known = self.sessions.waits_for(peer.key, hello);
-        let answer = Hello { what: if known { WELCOME } else { NO_SESSION }, ..hello };
+        let answer = SessionHello { what: if known { WELCOME } else { NO_SESSION }, ..hello };
         let told = connection.write_all(&answer.to_bytes(), until);
         let why = match (known, told) {
             (true, Ok(())) => return self.sessions.join(peer.key, hello, connection),
@@ -303,7 +303,7 @@ fn cannot_listen(address: impl ToString) -> impl FnOnce(io::Error) -> Error {
 }
 
 /// Why a connection ended before it belonged to a session.
-fn refusal(from: IpAddr, failed: Failed) -> String {
+fn refusal(from: IpAddr, failed: ConnectError) -> String {
     let distrust = failed.is_distrust();
     let why = match failed.error("the client") {
         _ if distrust => "left, it does not trust this host's key".into(),

@@ -48,7 +48,7 @@ mod verify;
 pub use self::chunk::read_connection;
 pub use self::client::{ConnectOptions, PORT};
 pub use self::hello::MAX_CONNECTIONS;
-pub use self::listener::{Limits, Listener, Peer, Stop};
+pub use self::listener::{Listener, ListenerLimits, Peer, Stop};
 
 /// The most that may be in transit to one receiver, in bytes: three times what 1 Gbit/s carries in 150 ms.
 const WINDOW: u32 = 64 << 20;

@@ -37,7 +37,7 @@ impl Pair {
 }
 
 /// Chunks in the order of the stream.
-pub(super) struct Queue {
+pub(super) struct ChunkQueue {
     state: Mutex<QueueState>,
     changed: Condvar,
     /// The most that may wait.
@@ -54,10 +54,10 @@ struct QueueState {
     why: Option<String>,
 }
 
-impl Queue {
+impl ChunkQueue {
     /// One that holds up to `most` pairs of chunks.
-    pub(super) fn new(most: usize) -> Queue {
-        Queue { state: Mutex::default(), changed: Condvar::new(), most }
+    pub(super) fn new(most: usize) -> ChunkQueue {
+        ChunkQueue { state: Mutex::default(), changed: Condvar::new(), most }
     }
 
     /// Adds chunks, waiting for room.

@@ -16,7 +16,7 @@ use rustls::Connection;
 
 use super::chunk::{Assembler, CHUNK};
 use super::connection::TlsConnection;
-use super::queue::{Pair, Queue};
+use super::queue::{ChunkQueue, Pair};
 use super::reorder::Reorder;
 use super::share::{self, Share};
 use crate::flow::lock;
@@ -61,7 +61,7 @@ pub(super) fn open(
     let session = Arc::new(TlsSession {
         peer: peer.to_string(),
         connections: carriers.collect(),
-        out: Queue::new(2 * count),
+        out: ChunkQueue::new(2 * count),
         order: Reorder::new(count, window as usize),
         _share: share,
         threads: Mutex::default(),
@@ -94,7 +94,7 @@ pub(super) fn open(
 struct TlsSession {
     peer: String,
     connections: Vec<SessionConnection>,
-    out: Queue,
+    out: ChunkQueue,
     order: Reorder,
     _share: Share,
     threads: Mutex<Threads>,
@@ -402,7 +402,7 @@ mod tests {
         Arc::new(TlsSession {
             peer: "the peer".into(),
             connections: Vec::new(),
-            out: Queue::new(2),
+            out: ChunkQueue::new(2),
             order: Reorder::new(1, 8 << 20),
             _share: share::ALL.share(),
             threads: Mutex::default(),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use ring::rand::{SecureRandom, SystemRandom};
 
 use super::connection::TlsConnection;
-use super::hello::{Hello, Id};
+use super::hello::{Id, SessionHello};
 use crate::endpoint::Endpoint;
 use crate::flow::lock;
 use crate::{Key, Link};
@@ -74,12 +74,12 @@ impl Sessions {
     }
 
     /// True if a session of this key waits for the connection.
-    pub(super) fn waits_for(&self, key: Key, hello: Hello) -> bool {
+    pub(super) fn waits_for(&self, key: Key, hello: SessionHello) -> bool {
         lock(&self.state).slot(key, hello).is_some()
     }
 
     /// Adds a connection to its session, if that still waits for it.
-    pub(super) fn join(&self, key: Key, hello: Hello, connection: TlsConnection) {
+    pub(super) fn join(&self, key: Key, hello: SessionHello, connection: TlsConnection) {
         if let Some(slot) = lock(&self.state).slot(key, hello) {
             *slot = Some(connection);
         }
@@ -111,7 +111,7 @@ impl Sessions {
 
 impl SessionsState {
     /// The free slot that a connection claims.
-    fn slot(&mut self, key: Key, hello: Hello) -> Option<&mut Option<TlsConnection>> {
+    fn slot(&mut self, key: Key, hello: SessionHello) -> Option<&mut Option<TlsConnection>> {
         let gathering = self.gathering.get_mut(&hello.session).filter(|gathering| gathering.key == key)?;
         let same = gathering.connections.len() == usize::from(hello.connections);
         gathering.connections.get_mut(usize::from(hello.what)).filter(|slot| same && slot.is_none())

@@ -34,7 +34,7 @@ impl Budget {
 }
 
 impl Share {
-    /// Its size in bytes, at most [`WINDOW`].
+    /// Bytes of the share, at most [`WINDOW`].
     pub(super) fn window(&self) -> u32 {
         self.bytes as u32
     }

@@ -13,19 +13,19 @@ use crate::{Error, Key, Keys, Pin, Result, Roles};
 
 /// Which key is accepted.
 #[derive(Debug)]
-pub(super) enum Expected {
+pub(super) enum ExpectedPeer {
     /// The key of a server: its name in messages, the names under which its key may be pinned, the better one first, and what for.
     Server { peer: String, names: [String; 2], role: Roles },
     /// The key of a client: any that is pinned to be served or, if names are given, only theirs.
     Client { from: Vec<String> },
 }
 
-impl Expected {
+impl ExpectedPeer {
     /// What the key must be trusted for.
     pub(super) fn role(&self) -> Roles {
         match self {
-            Expected::Server { role, .. } => *role,
-            Expected::Client { .. } => Roles::SERVE,
+            ExpectedPeer::Server { role, .. } => *role,
+            ExpectedPeer::Client { .. } => Roles::SERVE,
         }
     }
 }
@@ -34,13 +34,13 @@ impl Expected {
 #[derive(Debug)]
 pub(super) struct KeyVerifier {
     keys: Keys,
-    expected: Expected,
+    expected: ExpectedPeer,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
 impl KeyVerifier {
     /// Judges by what `keys` say at the moment of each handshake.
-    pub(super) fn new(keys: &Keys, expected: Expected) -> Arc<KeyVerifier> {
+    pub(super) fn new(keys: &Keys, expected: ExpectedPeer) -> Arc<KeyVerifier> {
         let algorithms = ring::default_provider().signature_verification_algorithms;
         Arc::new(KeyVerifier { keys: keys.clone(), expected, algorithms })
     }
@@ -57,7 +57,7 @@ impl KeyVerifier {
         let (pins, command) = (self.keys.pins()?, self.keys.command());
         let needed = self.expected.role();
         let pin = match &self.expected {
-            Expected::Server { peer, names, .. } => {
+            ExpectedPeer::Server { peer, names, .. } => {
                 // A pin of HOST:PORT comes before one of HOST.
                 let pin = names.iter().find_map(|name| pins.iter().find(|pin| pin.name == *name));
                 let [_, name] = names.clone();
@@ -70,7 +70,7 @@ impl KeyVerifier {
                 }
                 pin
             }
-            Expected::Client { from } => {
+            ExpectedPeer::Client { from } => {
                 let ours = |name: &String| from.is_empty() || from.contains(name);
                 let of_key = || pins.iter().filter(|pin| pin.key == key);
                 // One key may be pinned under several names: the one that serves best counts.

@@ -65,19 +65,19 @@ impl fmt::Display for Address {
 }
 
 /// One direction of a connection.
-pub(crate) trait Stream: Read + Write + Send {
+pub(crate) trait ByteStream: Read + Write + Send {
     /// Limits how long a read or write may wait.
     fn limit(&self, limit: Duration) -> io::Result<()>;
 }
 
-impl Stream for UnixStream {
+impl ByteStream for UnixStream {
     fn limit(&self, limit: Duration) -> io::Result<()> {
         self.set_read_timeout(Some(limit))?;
         self.set_write_timeout(Some(limit))
     }
 }
 
-impl Stream for TcpStream {
+impl ByteStream for TcpStream {
     fn limit(&self, limit: Duration) -> io::Result<()> {
         self.set_read_timeout(Some(limit))?;
         self.set_write_timeout(Some(limit))
@@ -109,8 +109,8 @@ fn tcp(name: &str) -> io::Result<TcpStream> {
 
 /// A connection that has entered transmission.
 pub(crate) struct Dialed {
-    pub input: BufReader<Box<dyn Stream>>,
-    pub output: Box<dyn Stream>,
+    pub input: BufReader<Box<dyn ByteStream>>,
+    pub output: Box<dyn ByteStream>,
     pub size: u64,
     pub flags: u16,
     pub block_sizes: Option<(u32, u32, u32)>,
@@ -142,8 +142,8 @@ type Replies = Vec<(u32, Vec<u8>)>;
 
 /// The handshake's state: connected, options may follow.
 struct Handshake {
-    input: BufReader<Box<dyn Stream>>,
-    output: Box<dyn Stream>,
+    input: BufReader<Box<dyn ByteStream>>,
+    output: Box<dyn ByteStream>,
     /// The server answers options.
     fixed: bool,
     /// The server pads its answer to the oldest option.
@@ -152,7 +152,7 @@ struct Handshake {
 
 impl Handshake {
     fn begin(address: &Address) -> io::Result<Handshake> {
-        let (input, output): (Box<dyn Stream>, Box<dyn Stream>) = match address {
+        let (input, output): (Box<dyn ByteStream>, Box<dyn ByteStream>) = match address {
             Address::Unix(path) => {
                 let stream = unix(path)?;
                 (Box::new(stream.try_clone()?), Box::new(stream))

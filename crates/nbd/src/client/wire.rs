@@ -56,15 +56,15 @@ impl Order {
 }
 
 /// The beginning of a reply, or of a chunk of one.
-pub(crate) struct Head {
+pub(crate) struct ReplyHead {
     pub cookie: u64,
-    pub part: Part,
+    pub part: ReplyPart,
     /// Nothing follows this part.
     pub last: bool,
 }
 
 /// What a head announces. The content of `Simple` and `Data` has not been read yet.
-pub(crate) enum Part {
+pub(crate) enum ReplyPart {
     Simple { error: u32 },
     Data { offset: u64, len: u32 },
     Hole { offset: u64, len: u32 },
@@ -73,44 +73,44 @@ pub(crate) enum Part {
     Nothing,
 }
 
-impl Head {
-    pub(crate) fn read(input: &mut impl Read) -> io::Result<Head> {
+impl ReplyHead {
+    pub(crate) fn read(input: &mut impl Read) -> io::Result<ReplyHead> {
         match u32(input)? {
             SIMPLE_REPLY_MAGIC => {
                 let error = u32(input)?;
-                Ok(Head { cookie: u64(input)?, part: Part::Simple { error }, last: true })
+                Ok(ReplyHead { cookie: u64(input)?, part: ReplyPart::Simple { error }, last: true })
             }
             STRUCTURED_REPLY_MAGIC => {
                 let (flags, kind) = (u16(input)?, u16(input)?);
                 let (cookie, len) = (u64(input)?, u32(input)?);
-                let part = Part::read(input, kind, len)?;
-                Ok(Head { cookie, part, last: flags & CHUNK_DONE != 0 })
+                let part = ReplyPart::read(input, kind, len)?;
+                Ok(ReplyHead { cookie, part, last: flags & CHUNK_DONE != 0 })
             }
             magic => Err(bad(format!("{magic:#x} where a reply should begin"))),
         }
     }
 }
 
-impl Part {
-    fn read(input: &mut impl Read, kind: u16, len: u32) -> io::Result<Part> {
+impl ReplyPart {
+    fn read(input: &mut impl Read, kind: u16, len: u32) -> io::Result<ReplyPart> {
         match kind {
-            CHUNK_OFFSET_DATA if len > 8 => Ok(Part::Data { offset: u64(input)?, len: len - 8 }),
-            CHUNK_OFFSET_HOLE if len == 12 => Ok(Part::Hole { offset: u64(input)?, len: u32(input)? }),
+            CHUNK_OFFSET_DATA if len > 8 => Ok(ReplyPart::Data { offset: u64(input)?, len: len - 8 }),
+            CHUNK_OFFSET_HOLE if len == 12 => Ok(ReplyPart::Hole { offset: u64(input)?, len: u32(input)? }),
             CHUNK_BLOCK_STATUS if len >= 12 && len % 8 == 4 && len <= MOST => {
                 let context = u32(input)?;
                 let extents = (0..len / 8).map(|_| Ok((u32(input)?, u32(input)?)));
                 let extents = extents.collect::<io::Result<Vec<_>>>()?;
                 match extents.iter().any(|(len, _)| *len == 0) {
                     true => Err(bad("the status of no bytes")),
-                    false => Ok(Part::Status { context, extents }),
+                    false => Ok(ReplyPart::Status { context, extents }),
                 }
             }
             _ if kind & CHUNK_ERROR != 0 && (6..=MOST).contains(&len) => {
                 let error = u32(input)?;
                 bytes(input, len as usize - 4)?;
-                Ok(Part::Error(error))
+                Ok(ReplyPart::Error(error))
             }
-            0 if len == 0 => Ok(Part::Nothing),
+            0 if len == 0 => Ok(ReplyPart::Nothing),
             _ => Err(bad(format!("a chunk of kind {kind} with {len} bytes"))),
         }
     }
@@ -130,33 +130,33 @@ impl Arrived {
     /// Takes a part, and from the input what follows its head. `buf` is that of a read, else empty.
     pub(crate) fn take(
         &mut self,
-        part: Part,
+        part: ReplyPart,
         input: &mut impl Read,
         start: u64,
         buf: &mut [u8],
     ) -> io::Result<()> {
         match part {
-            Part::Simple { error: 0 } => {
+            ReplyPart::Simple { error: 0 } => {
                 input.read_exact(buf)?;
                 self.bytes = buf.len();
             }
-            Part::Data { offset, len } => {
+            ReplyPart::Data { offset, len } => {
                 let place = place(start, offset, len, buf.len())?;
                 input.read_exact(&mut buf[place])?;
                 self.bytes += len as usize;
             }
-            Part::Hole { offset, len } => {
+            ReplyPart::Hole { offset, len } => {
                 let place = place(start, offset, len, buf.len())?;
                 buf[place].fill(0);
                 self.bytes += len as usize;
             }
-            Part::Status { context, extents } => {
+            ReplyPart::Status { context, extents } => {
                 if self.status.insert(context, extents).is_some() {
                     return Err(bad(format!("two descriptions of the context {context}")));
                 }
             }
-            Part::Simple { error } | Part::Error(error) if self.error == 0 => self.error = error,
-            Part::Simple { .. } | Part::Error(_) | Part::Nothing => {}
+            ReplyPart::Simple { error } | ReplyPart::Error(error) if self.error == 0 => self.error = error,
+            ReplyPart::Simple { .. } | ReplyPart::Error(_) | ReplyPart::Nothing => {}
         }
         Ok(())
     }

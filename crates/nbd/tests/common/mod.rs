@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use device::{Disk, Done, InlineQueue, Kind, Queue, RamDisk, Request, ThreadQueue};
-use nbd::{Export, ExportInfo, Exports, Limits, Refusal, Server};
+use device::{Disk, Done, InlineQueue, Queue, RamDisk, Request, RequestKind, ThreadQueue};
+use nbd::{Export, ExportInfo, ExportRefusal, Exports, Server, ServerLimits};
 
 pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 pub(crate) const ACK: u32 = 1;
@@ -318,7 +318,7 @@ pub(crate) fn meta(name: &str, queries: &[&str]) -> Vec<u8> {
     data
 }
 
-type Open = dyn Fn(&str) -> Result<Export, Refusal> + Send + Sync;
+type Open = dyn Fn(&str) -> Result<Export, ExportRefusal> + Send + Sync;
 
 /// Exports made again for each connection by a function of the name.
 pub(crate) struct Table {
@@ -331,19 +331,19 @@ impl Exports for Table {
         self.listed.clone()
     }
 
-    fn open(&self, name: &str) -> Result<Export, Refusal> {
+    fn open(&self, name: &str) -> Result<Export, ExportRefusal> {
         (self.open)(name)
     }
 }
 
 /// A server with one export, `disk`, changed by `adjust`.
-pub(crate) fn serve_one<F>(disk: Arc<dyn Disk>, limits: Limits, adjust: F) -> Server
+pub(crate) fn serve_one<F>(disk: Arc<dyn Disk>, limits: ServerLimits, adjust: F) -> Server
 where
     F: Fn(&mut Export) + Send + Sync + 'static,
 {
     let open = move |name: &str| {
         if name != "disk" {
-            return Err(Refusal::unknown(format!("there is no export {name}")));
+            return Err(ExportRefusal::unknown(format!("there is no export {name}")));
         }
         let mut export = Export::new(name, disk.clone());
         adjust(&mut export);
@@ -354,7 +354,7 @@ where
 }
 
 pub(crate) fn serve(disk: Arc<dyn Disk>) -> Server {
-    serve_one(disk, Limits::default(), |_| {})
+    serve_one(disk, ServerLimits::default(), |_| {})
 }
 
 /// How a [`Rig`] carries out what it is asked.
@@ -445,7 +445,7 @@ struct RigQueue {
 
 impl Queue for RigQueue {
     fn submit(&mut self, request: Request) {
-        if !matches!(request.kind, Kind::Flush) {
+        if !matches!(request.kind, RequestKind::Flush) {
             assert!(request.pieces.iter().all(|piece| piece.len > 0));
         }
         self.threads.submit(request);

@@ -13,7 +13,7 @@ use crate::replica::Replica;
 use crate::state::destination::Name;
 use crate::state::lineage::{Lineage, State, Unsure};
 use crate::state::locate::locate;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 
 /// How much of a replica that others have changed must be found equal to its epoch, to take it for what it was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +32,7 @@ pub enum Acceptable {
 /// # Errors
 /// Refused if its size or the time of its content is another one, if it is a device, and if a commit to it was interrupted; as for
 /// [`Replica::open`]. It is as before then.
-pub fn accept_unwritten(path: &Path, options: &Options) -> Result<bool> {
+pub fn accept_unwritten(path: &Path, options: &ReplicaOptions) -> Result<bool> {
     let (_, _, folder) = locate(path, options)?;
     // Opening a changed replica gives up what such a commit has brought.
     if let Ok(folder) = Dir::existing(&folder) {
@@ -41,7 +41,7 @@ pub fn accept_unwritten(path: &Path, options: &Options) -> Result<bool> {
             return Err(not_accepted(path, "it is not complete, or a transfer to it was interrupted"));
         }
     }
-    let mut replica = Replica::open(path, &Options { doubt: true, ..options.clone() })?;
+    let mut replica = Replica::open(path, &ReplicaOptions { doubt: true, ..options.clone() })?;
     let Some(why) = replica.changed() else { return Ok(false) };
     if !replica.is_as_old() {
         let why = replica.how_changed(why);

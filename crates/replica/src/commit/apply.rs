@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use delta::{Frame, Header, Record};
-use device::{Buf, Disk, Done, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, Done, Piece, Pieces, Queue, Request, RequestKind};
 
 use crate::journal::Target;
 use crate::state::note::Keeping;
@@ -316,7 +316,7 @@ impl Applier {
 
     fn write(&mut self, runs: &[Run], buf: Buf) -> io::Result<()> {
         self.written += buf.len() as u64;
-        self.submit(Kind::Write { fua: false }, pieces(runs), buf, None)
+        self.submit(RequestKind::Write { fua: false }, pieces(runs), buf, None)
     }
 
     fn span(&mut self, runs: Vec<Run>, data: &Arc<Buf>) -> io::Result<()> {
@@ -325,7 +325,7 @@ impl Applier {
         self.written += piece.len;
         self.read += piece.len;
         let buf = Buf::scratch(piece.len as usize);
-        self.submit(Kind::Read, Pieces::from_slice(&[piece]), buf, Some((data.clone(), runs)))
+        self.submit(RequestKind::Read, Pieces::from_slice(&[piece]), buf, Some((data.clone(), runs)))
     }
 
     fn zero(&mut self, ranges: &[Range<u64>]) -> io::Result<()> {
@@ -333,12 +333,12 @@ impl Applier {
             return Ok(());
         }
         let pieces: Pieces = ranges.iter().map(|r| Piece { offset: r.start, len: r.end - r.start }).collect();
-        self.submit(Kind::Zero { unmap: true, fast: false, fua: false }, pieces, Buf::default(), None)
+        self.submit(RequestKind::Zero { unmap: true, fast: false, fua: false }, pieces, Buf::default(), None)
     }
 
     fn submit(
         &mut self,
-        kind: Kind,
+        kind: RequestKind,
         pieces: Pieces,
         buf: Buf,
         overlay: Option<(Arc<Buf>, Vec<Run>)>,
@@ -351,8 +351,8 @@ impl Applier {
         self.flying.insert(token, Flying { first, bytes, overlay });
         self.keeping.note();
         // What is read to be overlaid is written next.
-        if kind != Kind::Read || overlaid {
-            self.keeping.hands_over(self.sectors(&pieces), matches!(kind, Kind::Zero { .. }));
+        if kind != RequestKind::Read || overlaid {
+            self.keeping.hands_over(self.sectors(&pieces), matches!(kind, RequestKind::Zero { .. }));
         }
         self.queue.submit(Request { kind, pieces, buf, token });
         Ok(())
@@ -393,7 +393,7 @@ impl Applier {
             request.buf = pick(&runs, &data);
             self.written += request.buf.len() as u64;
             request.pieces = pieces(&runs);
-            request.kind = Kind::Write { fua: false };
+            request.kind = RequestKind::Write { fua: false };
             self.flying.insert(request.token, flying);
             self.queue.submit(request);
             self.queue.start();
@@ -414,7 +414,7 @@ impl Applier {
                         .copy_from_slice(&data[run.at..run.at + run.len as usize]);
                 }
                 self.flying.insert(request.token, flying);
-                request.kind = Kind::Write { fua: false };
+                request.kind = RequestKind::Write { fua: false };
                 self.queue.submit(request);
                 self.queue.start();
             }

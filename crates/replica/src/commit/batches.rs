@@ -2,7 +2,7 @@
 //! to the destination after; that is flushed, and the journal begun anew, only where that has grown long. Opening the replica
 //! merges what the journal holds.
 //!
-//! Two threads may share the work: one appends what arrives to the [`BatchLog`], the other commits with [`Batches`].
+//! Two threads may share the work: one appends what arrives to the [`BatchLog`], the other commits with [`BatchCommitter`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -65,7 +65,7 @@ impl BatchLog {
         Ok(self.file.len())
     }
 
-    /// True if it has grown long or an epoch has ended whose past is kept, and should be begun anew with [`Batches::settle`] before the next batch.
+    /// True if it has grown long or an epoch has ended whose past is kept, and should be begun anew with [`BatchCommitter::settle`] before the next batch.
     pub fn is_long(&self) -> bool {
         let room = self.folder.free().map_or(LONG, |free| free / SHARE);
         self.ended || self.file.len() >= room.clamp(1, LONG)
@@ -77,7 +77,7 @@ impl BatchLog {
 }
 
 /// Commits batches, in order.
-pub struct Batches<'a> {
+pub struct BatchCommitter<'a> {
     replica: &'a mut Replica,
     file: Arc<dyn StateFile>,
     applier: Applier,
@@ -131,7 +131,7 @@ impl Replica {
     ///
     /// # Errors
     /// Refused if there is no replica that a batch could fit, or a step is under way.
-    pub fn batches(&mut self) -> Result<(BatchLog, Batches<'_>)> {
+    pub fn batches(&mut self) -> Result<(BatchLog, BatchCommitter<'_>)> {
         if self.lineage().state == State::Incomplete
             || self.lineage().epoch.is_none()
             || self.lineage().step.is_some()
@@ -153,7 +153,7 @@ impl Replica {
         let undo = self.begin_log()?;
         let log = self.new_log()?;
         let (file, unsure) = (log.file.file(), self.unsure()?);
-        let batches = Batches {
+        let batches = BatchCommitter {
             replica: self,
             file,
             applier,
@@ -184,7 +184,7 @@ impl Replica {
     }
 }
 
-impl Batches<'_> {
+impl BatchCommitter<'_> {
     fn wrong(&self, error: impl ToString) -> ReplicaError {
         ReplicaError::Delta { path: self.replica.path().to_path_buf(), error: error.to_string() }
     }
@@ -274,7 +274,7 @@ impl Batches<'_> {
     }
 
     /// Commits the batch with its trailer; `end` is what [`BatchLog::end`] returned after it. Durable when this returns: the
-    /// batch is then brought to the destination with [`Batches::apply`].
+    /// batch is then brought to the destination with [`BatchCommitter::apply`].
     ///
     /// # Errors
     /// If the batch is not whole, another program has changed the destination, or the journal cannot be made durable: then
@@ -439,7 +439,7 @@ impl Batches<'_> {
     /// Ends: what was committed is in the destination, durably.
     ///
     /// # Errors
-    /// As for [`Batches::settle`].
+    /// As [`BatchCommitter::settle`].
     pub fn finish(mut self) -> Result<()> {
         self.apply()?;
         self.flush()?;
@@ -449,7 +449,7 @@ impl Batches<'_> {
     }
 }
 
-impl Drop for Batches<'_> {
+impl Drop for BatchCommitter<'_> {
     fn drop(&mut self) {
         // The lineage says what the journal holds, and only its next opening brings both together.
         if self.sealed {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use delta::{Frame, MAX_DATA, Record};
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request, Sharing};
+use device::{Buf, Disk, Piece, Pieces, Queue, Request, RequestKind, Sharing};
 use twox_hash::XxHash3_128;
 
 /// Operations kept on their way.
@@ -19,7 +19,7 @@ const AHEAD: usize = 8 << 20;
 const MOST_PIECES: usize = 1024;
 
 /// Why a copy could not be made.
-pub(crate) enum Trouble {
+pub(crate) enum CopyError {
     /// The disk's reason.
     Disk(io::Error),
     /// The source of the copy has other content.
@@ -131,22 +131,22 @@ impl Copies {
         if cached(&*self.disk, &pieces, &mut buf) {
             job.data = Some(buf);
         } else {
-            self.queue.submit(Request { kind: Kind::Read, pieces, buf, token });
+            self.queue.submit(Request { kind: RequestKind::Read, pieces, buf, token });
         }
     }
 
     /// The next frame: without waiting while little is read ahead, unless `all` is wanted.
-    pub(crate) fn next(&mut self, all: bool) -> Result<Option<Frame>, Trouble> {
+    pub(crate) fn next(&mut self, all: bool) -> Result<Option<Frame>, CopyError> {
         self.ahead();
         while self.jobs.front().is_some_and(|job| job.data.is_none()) {
             let wait = all || self.begun < self.jobs.len();
             let Some(done) = self.queue.complete(wait) else {
                 // What failed is not on its way any more, and must not be taken for what has not come yet.
-                let lost = || Trouble::Disk(io::Error::other("an earlier read has failed"));
+                let lost = || CopyError::Disk(io::Error::other("an earlier read has failed"));
                 return if self.failed { Err(lost()) } else { Ok(None) };
             };
             self.failed |= done.result.is_err();
-            done.result.map_err(Trouble::Disk)?;
+            done.result.map_err(CopyError::Disk)?;
             let at = done.request.token.wrapping_sub(self.first) as usize;
             if let Some(job) = self.jobs.get_mut(at) {
                 job.data = Some(done.request.buf);
@@ -165,7 +165,7 @@ impl Copies {
             let len = if dataless { 0 } else { record.len() as usize };
             if let Record::Copy { offset, from, hash, .. } = record {
                 if data.get(at..at + len).map(XxHash3_128::oneshot) != Some(u128::from_le_bytes(hash)) {
-                    return Err(Trouble::Other { offset, from });
+                    return Err(CopyError::Other { offset, from });
                 }
                 let part = self.share(offset..record.end(), from);
                 for (start, end) in [(offset, part.start), (part.end, record.end())] {
@@ -231,13 +231,13 @@ fn cached(disk: &dyn Disk, pieces: &Pieces, buf: &mut Buf) -> bool {
 /// What a delta has written so far whose records are in no order: no byte may be written twice, or what it copies would depend on
 /// when.
 #[derive(Default)]
-pub(crate) struct Written(BTreeMap<u64, u64>);
+pub(crate) struct WrittenRanges(BTreeMap<u64, u64>);
 
 /// The most separate places that one delta may write to: some 150 MB of them. It is enough for every second block of a disk
 /// of 1 TiB.
 const MOST_PLACES: usize = 1 << 22;
 
-impl Written {
+impl WrittenRanges {
     /// Notes a record's bytes.
     ///
     /// # Errors
@@ -273,7 +273,7 @@ mod tests {
 
     #[test]
     fn a_byte_is_written_once() {
-        let mut written = Written::default();
+        let mut written = WrittenRanges::default();
         let data = |offset, len| Record::Data { offset, len };
         for (offset, len, fine) in [
             (10, 10, true),
@@ -293,7 +293,7 @@ mod tests {
         }
         assert_eq!(written.0.len(), 1);
         // What is told of memory by one who only says where it writes is bounded.
-        let mut written = Written::default();
+        let mut written = WrittenRanges::default();
         let all = (0..2000).take_while(|n| written.add_within(&data(n * 2, 1), 1000).is_ok()).count();
         assert_eq!(all, 1000);
         assert!(written.add_within(&data(1 << 40, 1), 1000).unwrap_err().contains("separate places"));
@@ -338,10 +338,10 @@ mod tests {
 
         let lie = Record::Copy { offset: 4, len: 9, from: 100, hash: [0; 16] };
         copies.push(Frame { records: vec![lie], data: Buf::default() });
-        assert!(matches!(copies.next(true), Err(Trouble::Other { offset: 4, from: 100 })));
+        assert!(matches!(copies.next(true), Err(CopyError::Other { offset: 4, from: 100 })));
         let far = Record::Copy { offset: 4, len: 9, from: 1 << 62, hash: [0; 16] };
         let mut copies = Copies::new(&disk).unwrap();
         copies.push(Frame { records: vec![far], data: Buf::default() });
-        assert!(matches!(copies.next(true), Err(Trouble::Disk(_))));
+        assert!(matches!(copies.next(true), Err(CopyError::Disk(_))));
     }
 }

@@ -202,7 +202,7 @@ mod tests {
     fn sparse(folder: &std::path::Path) -> (std::path::PathBuf, Arc<dyn Disk>) {
         let path = folder.join("sparse");
         std::fs::File::create(&path).unwrap().set_len(64 << 10).unwrap();
-        let disk = device::open(&path, &device::Options { write: true, ..Default::default() }).unwrap();
+        let disk = device::open(&path, &device::DiskOptions { write: true, ..Default::default() }).unwrap();
         disk.write_at(8 << 10, &[1; 8 << 10]).unwrap();
         disk.write_at(32 << 10, &[1; 4 << 10]).unwrap();
         (path, disk)

@@ -17,7 +17,7 @@ use crate::past::aside::Aside;
 use crate::past::commits::PastCommits;
 use crate::past::old::Old;
 use crate::past::views;
-use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Squeezed, Undo};
+use crate::past::{self, Ageing, GROWING, Past, PastSettings, Squeezed, Undo, UndoKind};
 use crate::replica::Replica;
 use crate::state::destination::Name;
 use crate::state::intent::Intent;
@@ -107,13 +107,13 @@ impl Replica {
             return Ok(());
         }
         if keep.is_nothing() {
-            Settings::remove(self.state())?;
+            PastSettings::remove(self.state())?;
             self.set_settings(None);
             return self.age().map(drop);
         }
         let settings = match self.settings() {
-            Some(before) => Settings { keep, given_up: None, ..before.clone() },
-            None => Settings::new(keep),
+            Some(before) => PastSettings { keep, given_up: None, ..before.clone() },
+            None => PastSettings::new(keep),
         };
         settings.store(self.state())?;
         self.set_settings(Some(settings));
@@ -185,9 +185,9 @@ impl Replica {
             return Ok(());
         };
         let at = past::since(self.state(), self.lineage(), self.settings()).unwrap_or_else(|| self.now());
-        let kind = if touched.via { Kind::Via } else { self.kind(toward) };
+        let kind = if touched.via { UndoKind::Via } else { self.kind(toward) };
         let undo = Undo::new(at, toward.stream, self.lineage().nonce, kind);
-        if undo.kind == Kind::Ahead {
+        if undo.kind == UndoKind::Ahead {
             // On the way forth, all of it is to join the unsure set, also what a comparison found equal.
             touched.set.join(&self.unsure()?);
         }
@@ -294,14 +294,14 @@ impl Replica {
     }
 
     /// What a way back to the present state leads to.
-    fn kind(&self, toward: &Toward) -> Kind {
+    fn kind(&self, toward: &Toward) -> UndoKind {
         let lineage = self.lineage();
         let follows = toward.lives.as_ref().is_none_or(|lives| lives.leads_over(&lineage.role.lives));
         match () {
             // It may be the only copy of what was written since the epoch.
-            () if (self.rewinds() || !follows) && lineage.is_ahead() => Kind::Ahead,
-            () if lineage.state == State::Incomplete || !lineage.unsure.is_nothing() => Kind::Via,
-            () => Kind::Epoch,
+            () if (self.rewinds() || !follows) && lineage.is_ahead() => UndoKind::Ahead,
+            () if lineage.state == State::Incomplete || !lineage.unsure.is_nothing() => UndoKind::Via,
+            () => UndoKind::Epoch,
         }
     }
 
@@ -311,7 +311,7 @@ impl Replica {
             self.settings().filter(|settings| settings.rewound.is_some_and(|(to, _)| to == before));
         let Some(settings) = settings else { return };
         let rewound = settings.rewound.map(|(_, at)| (now, at));
-        let settings = Settings { rewound, ..settings.clone() };
+        let settings = PastSettings { rewound, ..settings.clone() };
         // Where it cannot be written, the past ages as after a sync.
         let _ = settings.store(self.state());
         self.set_settings(Some(settings));

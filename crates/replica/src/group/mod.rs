@@ -25,12 +25,12 @@ use crate::commit::receive::Committed;
 use crate::error::{ReplicaError, Result, io_error};
 use crate::journal::{ARRIVING, seal};
 use crate::past::commits::PastCommits;
-use crate::past::{Kind, Past};
-use crate::replica::{Prepared, Replica};
-use crate::state::intent::{Intent, Member, Membership};
+use crate::past::{Past, UndoKind};
+use crate::replica::{PreparedCommit, Replica};
+use crate::state::intent::{Intent, Member, ReplicaMembership};
 use crate::state::lineage::{Lineage, StepKind, Toward};
 use crate::state::locate::locate;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 use crate::state::role::{Promoted, now};
 use past::{FoundMembers, GroupMoment, find_members};
 
@@ -95,7 +95,7 @@ impl Group {
                 dir.display()
             )));
         }
-        let path = Membership::folder_in(dir, name);
+        let path = ReplicaMembership::folder_in(dir, name);
         let folder = Dir::open(&path).map_err(io_error("make", &path))?;
         let lock = match FolderLock::of(&folder).map_err(io_error("lock", &path))? {
             Ok(lock) => lock,
@@ -146,7 +146,7 @@ impl Group {
     }
 
     /// True if the replica at this path has what was committed of it, or nothing that could be completed.
-    fn is_complete(&self, path: &Path, stream: Uuid, options: &Options) -> bool {
+    fn is_complete(&self, path: &Path, stream: Uuid, options: &ReplicaOptions) -> bool {
         let found = locate(path, options).ok().and_then(|(_, _, folder)| Dir::existing(&folder).ok());
         let Some(folder) = found else { return false };
         let Ok(Some(lineage)) = Lineage::load(&folder) else { return false };
@@ -241,7 +241,7 @@ impl Group {
     /// and come after the others among the members. Durable when this returns.
     ///
     /// # Errors
-    /// As for [`Replica::rewind`]; before the intent is durable none of them has moved, and after that all of them will.
+    /// As [`Replica::rewind`]; before the intent is durable none of them has moved, and after that all of them will.
     pub fn rewind(&mut self, to: &GroupMoment, members: &mut [Replica]) -> Result<Vec<Option<Committed>>> {
         members.sort_by_key(|member| to.member(member.lineage().source).is_none());
         let had_part = members.partition_point(|member| to.member(member.lineage().source).is_some());
@@ -274,7 +274,7 @@ impl Group {
     /// Makes sources of all members, in one step. Durable when this returns.
     ///
     /// # Errors
-    /// As for [`Replica::promote`]; before the intent is durable none of them is a source, and after that all of them will be.
+    /// As [`Replica::promote`]; before the intent is durable none of them is a source, and after that all of them will be.
     pub fn promote(&mut self, members: &mut [Replica]) -> Result<Vec<Promoted>> {
         self.check_promoted(members)?;
         let Some(before) = &self.intent else { return Err(self.uncommitted()) };
@@ -348,9 +348,9 @@ impl Group {
     /// Opens all replicas of the group, which is in this folder without links. An interrupted promotion is completed.
     ///
     /// # Errors
-    /// As for [`Replica::open`]; refused if one is missing, or is not at the last common commit, unless `apart` says that this
+    /// As [`Replica::open`]; refused if one is missing, or is not at the last common commit, unless `apart` says that this
     /// does not matter.
-    pub fn open_members(&self, dir: &Path, options: &Options, apart: bool) -> Result<Vec<Replica>> {
+    pub fn open_members(&self, dir: &Path, options: &ReplicaOptions, apart: bool) -> Result<Vec<Replica>> {
         let found = find_members(dir, &self.name, options)?;
         self.open_found(dir, found, (options, apart), &Replica::open)
     }
@@ -358,22 +358,22 @@ impl Group {
     /// Opens the replicas that were found, each by `open`. An interrupted promotion is completed.
     ///
     /// # Errors
-    /// As for [`Group::open_members`].
+    /// As [`Group::open_members`].
     #[doc(hidden)]
     pub fn open_found(
         &self,
         dir: &Path,
         (intent, found): FoundMembers,
-        (options, apart): (&Options, bool),
-        open: &dyn Fn(&Path, &Options) -> Result<Replica>,
+        (options, apart): (&ReplicaOptions, bool),
+        open: &dyn Fn(&Path, &ReplicaOptions) -> Result<Replica>,
     ) -> Result<Vec<Replica>> {
         let mut members = Vec::new();
         for (path, lineage) in found {
             // What others have written before an interrupted promotion was complete does not undo it.
             let doubt = intent.promotes() || lineage.role.promoted.is_some();
             let at = std::fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
-            let group = lineage.role.promoted.is_none().then(|| Membership::of(&at, dir, &self.name));
-            members.push(open(&path, &Options { doubt, group, ..options.clone() })?);
+            let group = lineage.role.promoted.is_none().then(|| ReplicaMembership::of(&at, dir, &self.name));
+            members.push(open(&path, &ReplicaOptions { doubt, group, ..options.clone() })?);
         }
         let promoted = |member: &Replica| member.lineage().role.promoted.is_some();
         let lineages = members.iter().filter(|m| !promoted(m)).map(|m| (m.path(), m.lineage()));
@@ -450,7 +450,7 @@ impl Replica {
         Ok(past
             .undos
             .iter()
-            .filter(|undo| undo.kind != Kind::Via)
+            .filter(|undo| undo.kind != UndoKind::Via)
             .map(|undo| undo.to)
             .chain([present])
             .collect())
@@ -543,7 +543,7 @@ impl Replica {
 
     /// After the intent: merges what was prepared. `None` if nothing was.
     fn commit_prepared(&mut self) -> Result<Option<Committed>> {
-        let Some(Prepared { contents, toward, cost: (written, read) }) = self.take_prepared() else {
+        let Some(PreparedCommit { contents, toward, cost: (written, read) }) = self.take_prepared() else {
             return Ok(None);
         };
         // From here on only opening it anew tells what it holds.

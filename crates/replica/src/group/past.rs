@@ -10,12 +10,12 @@ use serde::Serialize;
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
-use crate::moments::rewind::{History, history};
+use crate::moments::rewind::{ReplicaPast, history};
 use crate::past::commits::PastCommits;
-use crate::state::intent::{Intent, Member, Membership};
+use crate::state::intent::{Intent, Member, ReplicaMembership};
 use crate::state::lineage::Lineage;
 use crate::state::locate::inspect;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 
 /// The past of a group.
 #[derive(Debug, Clone, Serialize)]
@@ -75,7 +75,7 @@ pub fn find_group(given: &Path) -> Result<(PathBuf, String)> {
         )),
         _ => io_error("find", given)(e),
     })?;
-    if let (Some(name), Some(parent)) = (Membership::name_of(&dir), dir.parent()) {
+    if let (Some(name), Some(parent)) = (ReplicaMembership::name_of(&dir), dir.parent()) {
         return Ok((parent.to_path_buf(), name));
     }
     if let (false, Some(parent)) = (dir.is_dir(), given.parent()) {
@@ -89,7 +89,7 @@ pub fn find_group(given: &Path) -> Result<(PathBuf, String)> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(&dir).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
-        names.extend(Membership::name_of(&path).filter(|_| path.is_dir()));
+        names.extend(ReplicaMembership::name_of(&path).filter(|_| path.is_dir()));
     }
     names.sort();
     match names.as_slice() {
@@ -102,7 +102,7 @@ pub fn find_group(given: &Path) -> Result<(PathBuf, String)> {
             "there are replicas of several groups in {0} ({1}): name the folder of the group that is meant, such as {2}",
             dir.display(),
             names.join(", "),
-            Membership::folder_in(&dir, first).display()
+            ReplicaMembership::folder_in(&dir, first).display()
         ))),
     }
 }
@@ -114,8 +114,8 @@ pub type FoundMembers = (Intent, Vec<(PathBuf, Lineage)>);
 ///
 /// # Errors
 /// Refused if nothing was committed yet, or a replica is missing.
-pub(crate) fn find_members(dir: &Path, name: &str, options: &Options) -> Result<FoundMembers> {
-    let path = Membership::folder_in(dir, name);
+pub(crate) fn find_members(dir: &Path, name: &str, options: &ReplicaOptions) -> Result<FoundMembers> {
+    let path = ReplicaMembership::folder_in(dir, name);
     let folder = Dir::existing(&path).map_err(io_error("open", &path))?;
     let failed = |e| io_error("look into", dir)(e);
     let mut members = Vec::new();
@@ -130,7 +130,7 @@ pub(crate) fn find_members(dir: &Path, name: &str, options: &Options) -> Result<
     choose_members(dir, name, &folder, members)
 }
 
-/// Of all replicas in a folder those of the group, and the last common commit, by what is written down in the group's folder.
+/// The replicas of a group among all in its folder, and their last common commit, as the group's folder records them.
 ///
 /// # Errors
 /// Refused if nothing was committed yet, or a replica is missing.
@@ -229,9 +229,9 @@ pub(crate) fn apart<'a>(
 ///
 /// # Errors
 /// Refused if nothing was committed yet, or a replica is missing.
-pub fn group_history(dir: &Path, name: &str, options: &Options) -> Result<GroupHistory> {
+pub fn group_history(dir: &Path, name: &str, options: &ReplicaOptions) -> Result<GroupHistory> {
     let found = find_members(dir, name, options)?;
-    let path = Membership::folder_in(dir, name);
+    let path = ReplicaMembership::folder_in(dir, name);
     let folder = Dir::existing(&path).map_err(io_error("open", &path))?;
     past_of(dir, name, &folder, found, &|path| history(path, options))
 }
@@ -239,14 +239,14 @@ pub fn group_history(dir: &Path, name: &str, options: &Options) -> Result<GroupH
 /// The past of the group whose members were found, by the past of each.
 ///
 /// # Errors
-/// As for [`group_history`].
+/// As [`group_history`].
 #[doc(hidden)]
 pub fn past_of(
     dir: &Path,
     name: &str,
     folder: &dyn Folder,
     (intent, members): FoundMembers,
-    past_of_one: &dyn Fn(&Path) -> Result<History>,
+    past_of_one: &dyn Fn(&Path) -> Result<ReplicaPast>,
 ) -> Result<GroupHistory> {
     let past = PastCommits::load(folder).map_err(io_error("look into", folder.path()))?;
     let mut histories = Vec::new();
@@ -299,7 +299,7 @@ pub fn past_of(
 }
 
 /// True if a replica with this past can be brought to what it was.
-fn reaches(history: &History, member: Option<&Member>) -> bool {
+fn reaches(history: &ReplicaPast, member: Option<&Member>) -> bool {
     let Some(state) = member.and_then(|member| member.state) else { return false };
     history.state == state || history.moments.iter().any(|moment| moment.state == state)
 }

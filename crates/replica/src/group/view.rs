@@ -11,11 +11,11 @@ use device::{Dir, Folder as _};
 use crate::error::{ReplicaError, Result};
 use crate::group::past::{GroupMoment, apart, find_members};
 use crate::journal::ARRIVING;
-use crate::moments::view::View;
+use crate::moments::view::MomentView;
 use crate::state::intent::Intent;
 use crate::state::lineage::Lineage;
 use crate::state::locate::{inspect, state_folder};
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 
 /// How long a common commit under way is waited for.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -24,7 +24,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 /// The replicas of a group that are to be read, and the moment.
 #[derive(Debug, Clone, Copy)]
-pub struct Wanted<'a> {
+pub struct WantedGroup<'a> {
     /// Where they are, without links.
     pub dir: &'a Path,
     /// The name of the group.
@@ -38,8 +38,11 @@ pub struct Wanted<'a> {
 /// Opens a reader of each, with its path in the folder. Takes no lock, unless a commit was killed, which is completed then. A commit under way is waited for.
 ///
 /// # Errors
-/// As for [`View::open`]; refused if they are not all at that moment, or cannot be shown as they were then.
-pub fn view_together(wanted: Wanted<'_>, options: &Options) -> Result<Vec<(PathBuf, View)>> {
+/// As [`MomentView::open`]; refused if they are not all at that moment, or cannot be shown as they were then.
+pub fn view_together(
+    wanted: WantedGroup<'_>,
+    options: &ReplicaOptions,
+) -> Result<Vec<(PathBuf, MomentView)>> {
     let began = Instant::now();
     loop {
         let (intent, members) = find_members(wanted.dir, wanted.name, options)?;
@@ -89,12 +92,12 @@ fn open(
     lineage: &Lineage,
     intent: &Intent,
     moment: Option<&GroupMoment>,
-    options: &Options,
-) -> Result<Option<View>> {
+    options: &ReplicaOptions,
+) -> Result<Option<MomentView>> {
     let Some(moment) = moment else {
         let at = intent.members.values().find(|member| Some(member.source) == lineage.source);
         let Some(at) = at else { return Ok(None) };
-        let view = View::open(path, options, None)?;
+        let view = MomentView::open(path, options, None)?;
         return Ok(Some(view).filter(|view| view.epoch() == at.epoch && !view.is_ahead()));
     };
     let gone = || {
@@ -106,12 +109,12 @@ fn open(
         ))
     };
     let at = moment.member(lineage.source).ok_or_else(gone)?;
-    let view = View::open(path, options, Some(at.state.ok_or_else(gone)?))?;
+    let view = MomentView::open(path, options, Some(at.state.ok_or_else(gone)?))?;
     Ok(Some(view).filter(|view| view.epoch() == at.epoch))
 }
 
 /// True if the last common commit of a replica may be under way.
-fn waits(path: &Path, lineage: &Lineage, intent: &Intent, options: &Options) -> bool {
+fn waits(path: &Path, lineage: &Lineage, intent: &Intent, options: &ReplicaOptions) -> bool {
     let member = intent.members.values().find(|member| Some(member.source) == lineage.source);
     let Some(stream) = member.and_then(|member| member.stream) else { return false };
     // It may have been completed meanwhile.

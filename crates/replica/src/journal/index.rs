@@ -37,12 +37,12 @@ struct Run {
 
 /// Content of some ranges of a disk, in files of undo deltas.
 #[derive(Default)]
-pub(crate) struct Index {
+pub(crate) struct UndoIndex {
     runs: BTreeMap<u64, Run>,
     files: Vec<Arc<dyn StateFile>>,
 }
 
-impl Index {
+impl UndoIndex {
     /// Adds a file, and returns its number.
     pub(crate) fn file(&mut self, file: Arc<dyn StateFile>) -> u32 {
         self.files.push(file);
@@ -173,7 +173,7 @@ mod tests {
         fn later_ranges_lie_over_earlier_ones(
             puts in proptest::collection::vec((0u64..200, 1u64..60, prop::bool::ANY), 0..40),
         ) {
-            let (mut index, mut bytes) = (Index::default(), vec![None; 300]);
+            let (mut index, mut bytes) = (UndoIndex::default(), vec![None; 300]);
             for (number, (start, len, zero)) in puts.into_iter().enumerate() {
                 let place = if zero { Place::Zero } else { Place::File(number as u32, 1000) };
                 index.put(start..start + len, place);

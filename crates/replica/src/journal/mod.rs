@@ -38,7 +38,7 @@ const WRITE_BACK: u64 = 8 << 20;
 
 /// A part of a journal: what was received of one delta.
 #[derive(Debug, Clone)]
-pub(crate) struct Segment {
+pub(crate) struct JournalSegment {
     /// Its header.
     pub header: Header,
     /// Its frames.
@@ -49,7 +49,7 @@ pub(crate) struct Segment {
     pub digest: [u8; 32],
 }
 
-impl Segment {
+impl JournalSegment {
     /// What the header of a delta names that goes on from here.
     pub(crate) fn resume(&self) -> Resume {
         Resume { stream: self.header.stream, frames: self.frames, digest: self.digest }
@@ -72,7 +72,7 @@ impl Segment {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Contents {
     /// The segments, in order; each has at least one frame or is the last of a whole journal.
-    pub segments: Vec<Segment>,
+    pub segments: Vec<JournalSegment>,
     /// Where it begins in the file.
     pub start: u64,
     /// Bytes from there on that are in order.
@@ -90,7 +90,7 @@ pub(crate) struct Contents {
 impl Contents {
     /// What a next delta may go on from.
     pub(crate) fn resume(&self) -> Option<Resume> {
-        self.segments.last().map(Segment::resume)
+        self.segments.last().map(JournalSegment::resume)
     }
 
     /// The contents without the trailer: something for the next delta to go on from.
@@ -201,7 +201,7 @@ impl HeldFrames {
         self.frames.as_deref()
     }
 
-    /// As [`HeldFrames::frames`], to be used up.
+    /// The frames, taken out, if all of them are held.
     pub(crate) fn into_frames(self) -> Option<Vec<Frame>> {
         self.frames
     }
@@ -241,7 +241,7 @@ pub(crate) fn replay(
     }
 }
 
-/// As [`replay`], of a delta whose frames are held: the journal has them too, durably, and they were verified as they arrived.
+/// Applies a delta from the frames held in memory: the journal has them too, durably, and they were verified as they arrived.
 pub(crate) fn replay_held(
     header: &Header,
     frames: Vec<Frame>,
@@ -299,7 +299,7 @@ fn walk(
         let mut before = None;
         if unit.kind == UnitKind::Header {
             let ended = std::mem::take(&mut decoder);
-            before = ended.header().map(|header| Segment {
+            before = ended.header().map(|header| JournalSegment {
                 header: header.clone(),
                 frames: ended.frames(),
                 upto: ended.end(),
@@ -311,7 +311,7 @@ fn walk(
                 if header.method == Method::Rolling {
                     return Err(delta::Error::Header { why: "its copies were never read" }.into());
                 }
-                let goes_on = header.resumes == before.as_ref().map(Segment::resume)
+                let goes_on = header.resumes == before.as_ref().map(JournalSegment::resume)
                     && before.as_ref().is_none_or(|b| b.header.source == header.source);
                 if !goes_on {
                     return Err(delta::Error::Header { why: "it does not continue the one before" }.into());
@@ -340,7 +340,7 @@ fn walk(
             Some(segment) => (segment.frames, segment.upto) = (frames, upto),
             None => {
                 let header = header.clone();
-                contents.segments.push(Segment { header, frames, upto, digest: [0; 32] });
+                contents.segments.push(JournalSegment { header, frames, upto, digest: [0; 32] });
             }
         }
         if let Some(segment) = contents.segments.last_mut() {

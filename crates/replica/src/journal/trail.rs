@@ -29,7 +29,7 @@ use std::io;
 use delta::{Epoch, Frame, Header, Method, Record};
 use device::Folder;
 use extents::Bitmap;
-use source::{Step, note_step};
+use source::{TrailStep, note_step};
 
 use crate::journal::Target;
 use crate::journal::unsure::UnsureSet;
@@ -128,7 +128,7 @@ impl Footprint {
         // What leads from one of them to a disk of another size is not told.
         let through = if same || lost.is_some() { &self.through[..] } else { &[] };
         let changes = lost.map_or(Ok(&changes), Err);
-        let step = Step { from: before, through, to, size, block_size, changes };
+        let step = TrailStep { from: before, through, to, size, block_size, changes };
         // Without it there is a gap in the trail.
         let _ = note_step(folder, &step);
         (self.set, self.least, self.lost, self.whole) = (unsure.clone(), size, None, !self.fuzzy);

@@ -6,7 +6,7 @@
 //!
 //! | why a block is unsure | who put it there | it is sure again when |
 //! | --- | --- | --- |
-//! | a batch of a mirror wrote it: it is newer than the epoch | `Batches::commit` | the epoch ends, or a sync has written it |
+//! | a batch of a mirror wrote it: it is newer than the epoch | `BatchCommitter::commit` | the epoch ends, or a sync has written it |
 //! | the source could not read it | a record *unsure* of a delta | any delta has written it |
 //! | others were seen to write to the device: every block | `Replica::notice` | all of it was compared |
 //!

@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::journal::WHOLE;
 use crate::known::verdict::Verdict;
-use crate::past::views::{self, Reader};
-use crate::past::{self, GivenUp, Settings};
+use crate::past::views::{self, ReplicaReader};
+use crate::past::{self, GivenUpPast, PastSettings};
 use crate::replica::Replica;
 use crate::state::destination::{Destination, FileDestination, Name};
 use crate::state::lineage::{self, Lineage, State, StepKind, Unsure};
@@ -64,7 +64,7 @@ pub struct KnownReplica {
     /// How old it is, and what was kept.
     pub past: KnownPast,
     /// Who reads it at a moment, as far as that can be looked at.
-    pub readers: Vec<Reader>,
+    pub readers: Vec<ReplicaReader>,
 }
 
 /// How old a replica is, and what was kept of it before.
@@ -75,7 +75,7 @@ pub struct KnownPast {
     /// It was brought back to that, and no sync has come since.
     pub rewound: bool,
     /// A past that is asked for was given up, and when and why that was last.
-    pub given_up: Option<GivenUp>,
+    pub given_up: Option<GivenUpPast>,
     /// Nothing of it is kept.
     pub is_empty: bool,
     /// A verification found that it differed from its source.
@@ -87,7 +87,7 @@ pub struct KnownPast {
 impl KnownPast {
     fn of(dir: &Dir, lineage: &Lineage) -> KnownPast {
         // Damaged settings are reported by the next sync, which fails.
-        let settings = Settings::load(dir).unwrap_or_default();
+        let settings = PastSettings::load(dir).unwrap_or_default();
         let rewound = settings.as_ref().and_then(|settings| settings.rewound);
         KnownPast {
             at: lineage.epoch.and_then(|_| past::since(dir, lineage, settings.as_ref())),
@@ -122,7 +122,7 @@ pub enum Condition {
 }
 
 impl KnownReplicas {
-    /// Those in the folder `list`, and those on devices, whose folders are in [`Options::devices`](crate::Options::devices).
+    /// The replicas in the folder `list`, and those on devices, with folders in [`ReplicaOptions::devices`](crate::ReplicaOptions::devices).
     pub fn new(list: PathBuf, devices: PathBuf) -> KnownReplicas {
         KnownReplicas { list, devices }
     }

@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use crate::replica::Replica;
 use crate::state::locate::{inspect, state_folder};
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 
 /// The file's name in the replica's folder.
 const NAME: &str = "origin";
@@ -32,7 +32,7 @@ pub(crate) fn place(folder: &dyn Folder, source: Option<Uuid>) -> Option<String>
 }
 
 /// Where the source of the replica at `path` is, `HOST:PATH`; `None` if it did not say so. Takes no lock.
-pub fn origin(path: &Path, options: &Options) -> Option<String> {
+pub fn origin(path: &Path, options: &ReplicaOptions) -> Option<String> {
     let folder = Dir::existing(&state_folder(path, options).ok()?).ok()?;
     place(&folder, inspect(path, options).ok()??.source)
 }

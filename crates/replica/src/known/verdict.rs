@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Result, io_error};
 use crate::replica::Replica;
 use crate::state::locate::state_folder;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 use crate::state::role::now;
 
 /// The file's name in the replica's folder.
@@ -57,7 +57,7 @@ impl Verdict {
 }
 
 /// What the last verification of the replica at `path` found, and was not repaired. Takes no lock.
-pub fn verdict(path: &Path, options: &Options) -> Option<Verdict> {
+pub fn verdict(path: &Path, options: &ReplicaOptions) -> Option<Verdict> {
     let folder = state_folder(path, options).ok()?;
     Verdict::standing(&Dir::existing(&folder).ok()?)
 }

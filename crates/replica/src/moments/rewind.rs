@@ -15,15 +15,15 @@ use device::Folder;
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::commit::receive::{Commit, Committed, DeltaReceiver};
+use crate::commit::receive::{CommitMode, Committed, DeltaReceiver};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::past::present::{Shown, Watched};
-use crate::past::{self, Moment, Past, Settings};
+use crate::past::{self, Moment, Past, PastSettings};
 use crate::replica::Replica;
 use crate::state::keep::Keep;
 use crate::state::lineage::{Lineage, State, StepKind, Unsure};
 use crate::state::locate::{inspect, state_folder};
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 
 /// The most rewinds whose times are kept.
 const RETURNED: usize = 256;
@@ -34,7 +34,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The past of a replica.
 #[derive(Debug, Clone, Serialize)]
-pub struct History {
+pub struct ReplicaPast {
     /// The epoch of the present state.
     pub epoch: Option<Epoch>,
     /// Batches of a mirror have brought it ahead of that epoch.
@@ -53,7 +53,7 @@ pub struct History {
 ///
 /// # Errors
 /// If there is no replica, or its state cannot be read.
-pub fn history(path: &Path, options: &Options) -> Result<History> {
+pub fn history(path: &Path, options: &ReplicaOptions) -> Result<ReplicaPast> {
     let Some(lineage) = inspect(path, options)? else {
         return Err(ReplicaError::NotAReplica(path.to_path_buf()));
     };
@@ -66,8 +66,8 @@ pub fn history(path: &Path, options: &Options) -> Result<History> {
 /// and a rewind gives it up.
 ///
 /// # Errors
-/// As for [`history`].
-pub fn history_at_work(path: &Path, options: &Options) -> Result<History> {
+/// As [`history`].
+pub fn history_at_work(path: &Path, options: &ReplicaOptions) -> Result<ReplicaPast> {
     let mut history = history(path, options)?;
     let Some(lineage) = inspect(path, options)? else { return Ok(history) };
     let folder = state_folder(path, options)?;
@@ -99,14 +99,14 @@ fn shown(folder: &device::Dir) -> Option<Shown> {
     })
 }
 
-fn of(folder: &dyn Folder, lineage: &Lineage) -> Result<History> {
-    let settings = Settings::load(folder)?;
+fn of(folder: &dyn Folder, lineage: &Lineage) -> Result<ReplicaPast> {
+    let settings = PastSettings::load(folder)?;
     // An interrupted step, or another program, has changed what they go back from.
     let moments = match in_place(lineage) || lineage.unsure == Unsure::Everything {
         true => Vec::new(),
         false => past::moments(folder, lineage.nonce).map_err(io_error("look into", folder.path()))?,
     };
-    Ok(History {
+    Ok(ReplicaPast {
         epoch: lineage.epoch,
         ahead: lineage.is_ahead(),
         state: lineage.nonce,
@@ -121,11 +121,11 @@ fn in_place(lineage: &Lineage) -> bool {
 }
 
 impl Replica {
-    /// Its past.
+    /// The replica's past.
     ///
     /// # Errors
     /// If its state cannot be read.
-    pub fn history(&self) -> Result<History> {
+    pub fn history(&self) -> Result<ReplicaPast> {
         of(self.state(), self.lineage())
     }
 
@@ -142,7 +142,7 @@ impl Replica {
     /// Prepares to bring it back to the moment of this state, up to where the commit of the group decides.
     ///
     /// # Errors
-    /// As for [`Replica::rewind`]. What was prepared is dropped with [`Replica::give_up_journal`].
+    /// As [`Replica::rewind`]. What was prepared is dropped with [`Replica::give_up_journal`].
     pub(crate) fn prepare_rewind(&mut self, state: Uuid) -> Result<Epoch> {
         self.go_back(state, |receiver| receiver.prepare())
     }
@@ -189,7 +189,7 @@ impl Replica {
         let Some(header) = combined.next().map_err(damaged)? else {
             return Err(damaged(delta::Error::NoTrailer { units: 0 }));
         };
-        let mut receiver = self.receive(header, Commit::Journal)?;
+        let mut receiver = self.receive(header, CommitMode::Journal)?;
         while let Some(unit) = combined.next().map_err(damaged).transpose() {
             match unit.and_then(|unit| receiver.unit(unit)) {
                 Ok(()) => {}
@@ -213,7 +213,7 @@ impl Replica {
         returned.truncate(RETURNED - 1);
         returned.insert(0, (moment.state, self.now()));
         let rewound = Some((moment.state, moment.at));
-        let settings = Settings { rewound, returned, ..settings.clone() };
+        let settings = PastSettings { rewound, returned, ..settings.clone() };
         settings.store(self.state())?;
         self.set_settings(Some(settings));
         Ok(())

@@ -3,7 +3,7 @@
 //!
 //! What is read is the destination, over it what was replaced since the reader's moment ([`crate::past::views`]), and for an earlier moment
 //! over both what the undo deltas hold that lead there. Their files are held open: they may be folded or dropped meanwhile. A reader that
-//! has lost its moment lets go of all of them ([`View::let_go`]), so that their space is free.
+//! has lost its moment lets go of all of them ([`MomentView::let_go`]), so that their space is free.
 
 use std::fs::File;
 use std::io;
@@ -22,16 +22,16 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
-use crate::journal::index::Index;
+use crate::journal::index::UndoIndex;
 use crate::journal::{ARRIVING, WHOLE};
 use crate::past::present::{Shown, Watched, share};
-use crate::past::views::{self, About, Claim, HEAD, NAME, Reader, let_go, reach};
+use crate::past::views::{self, Claim, HEAD, NAME, ReaderInfo, ReplicaReader, let_go, reach};
 use crate::past::{self, Past};
 use crate::replica::Replica;
 use crate::state::destination::{Destination, FileDestination, Name};
 use crate::state::lineage::Lineage;
-use crate::state::locate::{Kind, locate, state_folder};
-use crate::state::options::Options;
+use crate::state::locate::{DestinationKind, locate, state_folder};
+use crate::state::options::ReplicaOptions;
 use crate::state::role::now;
 
 /// How long a commit under way is waited for.
@@ -42,7 +42,7 @@ const KILLED_AFTER: Duration = Duration::from_millis(500);
 const LOOK_EVERY: Duration = Duration::from_micros(300);
 
 /// A replica at a moment, read-only.
-pub struct View {
+pub struct MomentView {
     path: PathBuf,
     shown: Shown,
     align: u32,
@@ -59,12 +59,12 @@ pub struct View {
 struct Held {
     disk: Arc<dyn Disk>,
     /// What an earlier moment had instead.
-    past: Option<Index>,
+    past: Option<UndoIndex>,
 }
 
 /// What came of an attempt.
 enum Attempt {
-    Made(Box<View>),
+    Made(Box<MomentView>),
     /// The destination is written to, or was just then.
     NotNow,
     /// The moment is not among those that can be reached.
@@ -74,14 +74,14 @@ enum Attempt {
 /// Opens the destination, and says which inode it is; 0 for a device.
 type OpenRaw<'a> = dyn Fn() -> Result<(Arc<dyn Disk>, u64)> + 'a;
 
-impl View {
+impl MomentView {
     /// Opens the replica at `path` as it is now, or as it was in this [state](crate::Moment::state). Takes no lock, unless a commit was
     /// killed, which is completed then. A commit under way is waited for.
     ///
     /// # Errors
     /// Refused if there is no replica, it is incomplete, was changed by others, or is a source itself; if there is no such
     /// moment; if a commit goes on for longer than two minutes.
-    pub fn open(path: &Path, options: &Options, to: Option<Uuid>) -> Result<View> {
+    pub fn open(path: &Path, options: &ReplicaOptions, to: Option<Uuid>) -> Result<MomentView> {
         let (path, kind, folder) = locate(path, options)?;
         let device = is_shown_as_device(&path, kind, &folder)?;
         let dir = Dir::existing(&folder).map_err(io_error("open", &folder))?;
@@ -96,7 +96,7 @@ impl View {
                 let image = Image::open(file, &path, Use::ReadBesideWriter);
                 return Ok((Arc::new(image.map_err(io_error("open", &path))?) as _, inode));
             }
-            let reading = device::Options { write: false, direct: true, exclusive: false };
+            let reading = device::DiskOptions { write: false, direct: true, exclusive: false };
             Ok((device::adopt(file, &path, &reading)?, if device { 0 } else { inode }))
         };
         let (began, mut looked) = (Instant::now(), None::<Instant>);
@@ -110,7 +110,7 @@ impl View {
         }
         let fixed = options.scratch.as_deref().filter(|_| is_read_only(&dir));
         loop {
-            match View::attempt(&path, &dir, &raw, to, fixed)? {
+            match MomentView::attempt(&path, &dir, &raw, to, fixed)? {
                 Attempt::Made(view) => return Ok(*view),
                 Attempt::NotNow if fixed.is_some() => {
                     return Err(ReplicaError::Refused(format!(
@@ -148,8 +148,13 @@ impl View {
 
     /// Tries for a while to show a destination that rests now and then.
     #[cfg(test)]
-    pub(crate) fn over(path: &Path, dir: &Dir, raw: &OpenRaw<'_>, to: Option<Uuid>) -> Result<Option<View>> {
-        match View::attempt(path, dir, raw, to, None)? {
+    pub(crate) fn over(
+        path: &Path,
+        dir: &Dir,
+        raw: &OpenRaw<'_>,
+        to: Option<Uuid>,
+    ) -> Result<Option<MomentView>> {
+        match MomentView::attempt(path, dir, raw, to, None)? {
             Attempt::Made(view) => Ok(Some(*view)),
             Attempt::NotNow | Attempt::NoSuchMoment => Ok(None),
         }
@@ -191,7 +196,7 @@ impl View {
         }
         let fixed = fixed.map(|_| (watched, sequence));
         let (align, held) = (disk.align(), RwLock::new(Some(Held { disk, past: None })));
-        let view = View { path: path.to_path_buf(), shown, align, since: now(), log, fixed, held };
+        let view = MomentView { path: path.to_path_buf(), shown, align, since: now(), log, fixed, held };
         let made = match to.filter(|to| *to != view.shown.state) {
             Some(to) => view.go_back(dir, to)?,
             None => Attempt::Made(Box::new(view)),
@@ -207,7 +212,7 @@ impl View {
         let past = Past::load(dir, self.shown.state).map_err(io_error("look into", dir.path()))?;
         let undos = past.path(to);
         let Some(last) = undos.last() else { return Ok(Attempt::NoSuchMoment) };
-        let mut index = Index::default();
+        let mut index = UndoIndex::default();
         for undo in &undos {
             let file = match dir.open(&undo.name, false) {
                 // It was folded just now.
@@ -283,7 +288,7 @@ impl View {
     }
 
     /// The log, with all that was kept before what was read last could be overwritten.
-    fn kept(&self) -> io::Result<RwLockReadGuard<'_, Index>> {
+    fn kept(&self) -> io::Result<RwLockReadGuard<'_, UndoIndex>> {
         let end = reach(&self.log.file).map_err(|why| self.lost_error(&why))?;
         if self.log.taken.load(SeqCst) < end {
             self.log.take(end).map_err(|e| self.lost_error(&format!("its log is damaged: {e}")))?;
@@ -295,7 +300,7 @@ impl View {
     /// misses it but people.
     pub fn tell(&self, scratch: u64) {
         let Shown { epoch, ahead, at, .. } = self.shown;
-        let about = About { process: std::process::id(), since: self.since, epoch, ahead, at, scratch };
+        let about = ReaderInfo { process: std::process::id(), since: self.since, epoch, ahead, at, scratch };
         let _ = about.tell(&self.log.file);
     }
 
@@ -339,11 +344,11 @@ impl View {
     }
 }
 
-/// Who reads the replica at `path` at a moment, as [`View`] does. Takes no lock and changes nothing.
+/// Who reads the replica at `path` at a moment, as [`MomentView`] does. Takes no lock and changes nothing.
 ///
 /// # Errors
 /// If its state cannot be read.
-pub fn readers(path: &Path, options: &Options) -> Result<Vec<Reader>> {
+pub fn readers(path: &Path, options: &ReplicaOptions) -> Result<Vec<ReplicaReader>> {
     let folder = state_folder(path, options)?;
     views::readers(&folder).map_err(io_error("look into", &folder))
 }
@@ -363,17 +368,19 @@ fn is_at_rest(path: &Path, dir: &Dir, shown: &Shown) -> Result<bool> {
 }
 
 /// True for a device, false for a file; refused if it cannot be shown.
-fn is_shown_as_device(path: &Path, kind: Option<Kind>, folder: &Path) -> Result<bool> {
+fn is_shown_as_device(path: &Path, kind: Option<DestinationKind>, folder: &Path) -> Result<bool> {
     match kind {
         None if folder.is_dir() => Err(ReplicaError::Away(format!(
             "replica {} no longer exists: it was removed, or its file system was unmounted",
             path.display()
         ))),
-        Some(Kind::Export) => Err(ReplicaError::Refused(format!(
+        Some(DestinationKind::Export) => Err(ReplicaError::Refused(format!(
             "{} is behind an NBD server, and is shown by that: dsync serves replicas in files and on devices only",
             path.display()
         ))),
-        Some(kind @ (Kind::File | Kind::Device)) if folder.is_dir() => Ok(kind == Kind::Device),
+        Some(kind @ (DestinationKind::File | DestinationKind::Device)) if folder.is_dir() => {
+            Ok(kind == DestinationKind::Device)
+        }
         _ => Err(ReplicaError::NotAReplica(path.to_path_buf())),
     }
 }
@@ -420,7 +427,7 @@ struct Log {
     size: u64,
     /// Bytes of the log that are in the index.
     taken: AtomicU64,
-    index: RwLock<Index>,
+    index: RwLock<UndoIndex>,
 }
 
 impl Log {
@@ -476,7 +483,7 @@ impl Drop for Log {
     }
 }
 
-impl Disk for View {
+impl Disk for MomentView {
     fn len(&self) -> u64 {
         self.shown.size
     }

@@ -7,7 +7,7 @@ use crate::commit::undo::Touched;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, Contents};
 use crate::past;
-use crate::past::present::{Held, Shown};
+use crate::past::present::{Shown, ShownResult};
 use crate::past::views;
 use crate::replica::Replica;
 use crate::state::destination::Name;
@@ -45,7 +45,7 @@ impl Replica {
     }
 
     /// What readers may see of it, or why nothing.
-    fn held(&self) -> Held {
+    fn held(&self) -> ShownResult {
         let lineage = self.lineage();
         let (Some(source), Some(epoch)) = (lineage.source, lineage.epoch) else {
             return Err("it is not complete yet: run \"dsync sync\" first".into());
@@ -84,7 +84,7 @@ impl Replica {
         }
     }
 
-    /// Of its file; 0 for a device.
+    /// The inode of the replica's file; 0 for a device.
     fn inode(&self) -> std::result::Result<u64, String> {
         if self.destination().is_device() {
             return Ok(0);
@@ -128,7 +128,7 @@ impl Replica {
         Ok(touched.ranges().collect())
     }
 
-    /// Whoever reads loses: what comes next is not kept for them.
+    /// Ends all views: what comes next is not kept for their readers.
     pub(crate) fn lose_readers(&mut self, why: &str) -> Result<()> {
         let folder = self.shared_state();
         let lost = self.views_mut().lose(&*folder, why);

@@ -5,7 +5,7 @@ use std::io::{self, IoSlice, Write};
 use std::sync::Arc;
 
 use delta::{Unit, Writer};
-use device::{Buf, Disk, Folder, Kind, Piece, Queue, Request, StateFile};
+use device::{Buf, Disk, Folder, Piece, Queue, Request, RequestKind, StateFile};
 
 /// Bytes of a write.
 const STEP: usize = 1 << 20;
@@ -120,7 +120,7 @@ impl PastCache {
         }
         self.wait_for(DEPTH - 1)?;
         let pieces = [Piece { offset, len }].into_iter().collect();
-        self.queue.submit(Request { kind: Kind::Write { fua: false }, pieces, buf, token: 0 });
+        self.queue.submit(Request { kind: RequestKind::Write { fua: false }, pieces, buf, token: 0 });
         self.queue.start();
         Ok(())
     }

@@ -29,7 +29,7 @@
 //! commit folds one run of at most 32 undo deltas, so its work is bounded; the next commits do the rest. The oldest moments go if all
 //! take more than `--keep-bytes`, or if there is no room for an undo delta or the journal; if there is still none, the commit goes on
 //! without a past, and says so. None goes for a journal that would not fit either way: where the size of the delta is not known before
-//! (`Expected::Countable`), what comes behind the end of the room is counted and not stored, and if dropping moments makes room for all,
+//! (`ExpectedBytes::Countable`), what comes behind the end of the room is counted and not stored, and if dropping moments makes room for all,
 //! the replica's side asks for the delta again, whose size is known then. What is kept is written down beside the replica (`past`) and
 //! applies until a command says otherwise; `--commit in-place` is refused meanwhile, because it overwrites blocks as they come.
 //!
@@ -74,7 +74,7 @@ const WIDEST: usize = 32;
 
 /// What an undo delta leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum UndoKind {
     /// An epoch of the source.
     Epoch,
     /// A moment after an epoch and before the next one, where a rewind left it, or the first delta of another branch: what the undo delta
@@ -84,18 +84,18 @@ pub(crate) enum Kind {
     Via,
 }
 
-impl Kind {
+impl UndoKind {
     fn suffix(self) -> &'static str {
         match self {
-            Kind::Epoch => "",
-            Kind::Ahead => "-ahead",
-            Kind::Via => "-via",
+            UndoKind::Epoch => "",
+            UndoKind::Ahead => "-ahead",
+            UndoKind::Via => "-via",
         }
     }
 
     /// True if what the delta writes joins the unsure set: it is marked as a batch.
     pub(crate) fn is_batch(self) -> bool {
-        self != Kind::Epoch
+        self != UndoKind::Epoch
     }
 }
 
@@ -111,11 +111,11 @@ pub(crate) struct Undo {
     /// The state before and after.
     pub from: Uuid,
     pub to: Uuid,
-    pub kind: Kind,
+    pub kind: UndoKind,
 }
 
 impl Undo {
-    pub(crate) fn new(at: u64, from: Uuid, to: Uuid, kind: Kind) -> Undo {
+    pub(crate) fn new(at: u64, from: Uuid, to: Uuid, kind: UndoKind) -> Undo {
         let name = format!("undo-{at:011}-{}-{}{}", from.simple(), to.simple(), kind.suffix());
         Undo { name, start: 0, bytes: 0, at, from, to, kind }
     }
@@ -125,9 +125,9 @@ impl Undo {
         let (at, from, to) = (parts.next()?, parts.next()?, parts.next()?);
         let (from, to) = (Uuid::try_parse(from).ok()?, Uuid::try_parse(to).ok()?);
         let kind = match parts.next() {
-            None => Kind::Epoch,
-            Some("ahead") => Kind::Ahead,
-            Some(_) => Kind::Via,
+            None => UndoKind::Epoch,
+            Some("ahead") => UndoKind::Ahead,
+            Some(_) => UndoKind::Via,
         };
         let undo = Undo::new(at.parse().ok()?, from, to, kind);
         (undo.name == name).then_some(undo)
@@ -249,7 +249,7 @@ impl Past {
         common: &[(u64, Uuid)],
     ) -> (Vec<String>, Vec<Undo>) {
         let mut order = self.in_order(now, returned);
-        order.retain(|(_, undo)| undo.kind != Kind::Via);
+        order.retain(|(_, undo)| undo.kind != UndoKind::Via);
         let times: Vec<u64> = order.iter().map(|(since, _)| *since).chain([now]).collect();
         let kept = keep.kept(&times);
         let times: Vec<u64> = common.iter().map(|(time, _)| *time).chain([now]).collect();
@@ -279,7 +279,7 @@ impl Past {
 
 /// What the settings file says.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(crate) struct Settings {
+pub(crate) struct PastSettings {
     pub version: u32,
     pub keep: Keep,
     /// A state to which the replica was rewound, and when it had come to it first.
@@ -289,7 +289,7 @@ pub(crate) struct Settings {
     pub returned: Vec<(Uuid, u64)>,
     /// When what was kept last was given up, in seconds since 1970, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub given_up: Option<GivenUp>,
+    pub given_up: Option<GivenUpPast>,
     /// Moments were dropped to make room, of which nobody was told yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub dropped: bool,
@@ -297,19 +297,19 @@ pub(crate) struct Settings {
 
 /// A past that could not be kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GivenUp {
+pub struct GivenUpPast {
     /// When it was given up, in seconds since 1970.
     pub at: u64,
     /// Why, as the part of a sentence after "because".
     pub why: String,
 }
 
-impl Settings {
+impl PastSettings {
     /// The settings of a folder; `None` if nothing is kept.
     ///
     /// # Errors
     /// Also for what is damaged, or of a newer version: a commit that took it for nothing would drop the past.
-    pub(crate) fn load(folder: &dyn Folder) -> Result<Option<Settings>> {
+    pub(crate) fn load(folder: &dyn Folder) -> Result<Option<PastSettings>> {
         let path = || folder.path().join(SETTINGS);
         let mut bytes = Vec::new();
         let read = folder.open(SETTINGS, false).and_then(|file| {
@@ -326,12 +326,12 @@ impl Settings {
             let why = error.to_string();
             ReplicaError::Damaged { path: path(), why, way_out: way_out.into() }
         };
-        let settings: Settings = of_version(&bytes, 1, &path())?.map_err(damaged)?;
+        let settings: PastSettings = of_version(&bytes, 1, &path())?.map_err(damaged)?;
         Ok(Some(settings).filter(|settings| !settings.keep.is_nothing()))
     }
 
-    pub(crate) fn new(keep: Keep) -> Settings {
-        Settings { version: 1, keep, ..Settings::default() }
+    pub(crate) fn new(keep: Keep) -> PastSettings {
+        PastSettings { version: 1, keep, ..PastSettings::default() }
     }
 
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
@@ -349,7 +349,7 @@ impl Settings {
 }
 
 /// When a replica came to its present state, in seconds since 1970; `None` if that is not known.
-pub(crate) fn since(folder: &dyn Folder, lineage: &Lineage, settings: Option<&Settings>) -> Option<u64> {
+pub(crate) fn since(folder: &dyn Folder, lineage: &Lineage, settings: Option<&PastSettings>) -> Option<u64> {
     let rewound = settings.and_then(|settings| settings.rewound);
     if let Some((_, at)) = rewound.filter(|(state, _)| *state == lineage.nonce) {
         return Some(at);
@@ -443,7 +443,7 @@ pub(crate) fn entries(folder: &dyn Folder, name: &str) -> io::Result<Vec<Undo>> 
             return Ok(entries);
         };
         let (name, bytes, to) = (name.to_owned(), contents.bytes, header.stream);
-        let kind = if header.batch { Kind::Via } else { Kind::Epoch };
+        let kind = if header.batch { UndoKind::Via } else { UndoKind::Epoch };
         entries.push(Undo { name, start, bytes, at, from, to, kind });
     }
 }
@@ -500,7 +500,7 @@ impl Ageing<'_> {
         let mut past = Past::load(self.folder, self.present)?;
         let len = |undo: &Undo| self.folder.open(&undo.name, false).and_then(|file| file.len());
         let mut bytes = past.undos.iter().map(len).sum::<io::Result<u64>>()?;
-        let moments = |past: &Past| past.undos.iter().filter(|undo| undo.kind != Kind::Via).count();
+        let moments = |past: &Past| past.undos.iter().filter(|undo| undo.kind != UndoKind::Via).count();
         let before = moments(&past);
         while let Some(oldest) = past.oldest().cloned() {
             let most = self.keep.bytes.or_else(|| self.folder.free()).unwrap_or(u64::MAX);
@@ -538,8 +538,8 @@ pub(crate) fn drop_oldest(folder: &dyn Folder, present: Uuid) -> io::Result<bool
 }
 
 fn note_dropped(folder: &dyn Folder) -> Result<()> {
-    match Settings::load(folder)?.filter(|settings| !settings.dropped) {
-        Some(settings) => Settings { dropped: true, ..settings }.store(folder),
+    match PastSettings::load(folder)?.filter(|settings| !settings.dropped) {
+        Some(settings) => PastSettings { dropped: true, ..settings }.store(folder),
         None => Ok(()),
     }
 }
@@ -559,7 +559,7 @@ pub(crate) fn bytes(folder: &dyn Folder) -> io::Result<u64> {
 
 /// True if no moment has a file that leads to it.
 pub(crate) fn is_empty(folder: &dyn Folder) -> bool {
-    let led_to = |name: &String| Undo::parse(name).is_some_and(|undo| undo.kind != Kind::Via);
+    let led_to = |name: &String| Undo::parse(name).is_some_and(|undo| undo.kind != UndoKind::Via);
     folder.list().is_ok_and(|names| !names.iter().any(|name| led_to(name) || name.starts_with(LOG)))
 }
 
@@ -574,8 +574,8 @@ pub(crate) fn moments(folder: &dyn Folder, present: Uuid) -> io::Result<Vec<Mome
             continue;
         }
         reached.push(undo.to);
-        let Some(epoch) = header.to().copied().filter(|_| undo.kind != Kind::Via) else { continue };
-        let (size, fuzzy, ahead) = (header.size_after, header.fuzzy, undo.kind == Kind::Ahead);
+        let Some(epoch) = header.to().copied().filter(|_| undo.kind != UndoKind::Via) else { continue };
+        let (size, fuzzy, ahead) = (header.size_after, header.fuzzy, undo.kind == UndoKind::Ahead);
         moments.push(Moment { at: undo.at, epoch, ahead, size, fuzzy, bytes, state: undo.to });
     }
     moments.sort_by_key(|moment| std::cmp::Reverse((moment.at, moment.ahead)));
@@ -606,7 +606,8 @@ mod tests {
         returned: &[(u128, u64)],
     ) -> Vec<u128> {
         let state = Uuid::from_u128;
-        let all = undos.iter().map(|(from, to, at)| Undo::new(*at, state(*from), state(*to), Kind::Epoch));
+        let all =
+            undos.iter().map(|(from, to, at)| Undo::new(*at, state(*from), state(*to), UndoKind::Epoch));
         let past = Past { undos: all.collect(), rest: Vec::new() };
         let returned: Vec<_> = returned.iter().map(|(to, at)| (state(*to), *at)).collect();
         let keep = Keep { last, ..keep.parse().unwrap() };

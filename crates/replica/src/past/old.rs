@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use delta::{Frame, MAX_DATA, Record};
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, Piece, Pieces, Queue, Request, RequestKind};
 
 /// Reads kept on their way, of [`MAX_DATA`] each.
 const DEPTH: usize = 8;
@@ -84,7 +84,7 @@ impl Old {
         let (pieces, bytes) = (std::mem::take(&mut self.gathered), std::mem::take(&mut self.bytes));
         self.flying.push_back(self.token);
         let buf = Buf::scratch(bytes as usize);
-        self.queue.submit(Request { kind: Kind::Read, pieces, buf, token: self.token });
+        self.queue.submit(Request { kind: RequestKind::Read, pieces, buf, token: self.token });
         self.queue.start();
         self.token += 1;
     }

@@ -33,7 +33,7 @@ use uuid::Uuid;
 
 /// The file's name.
 const NAME: &str = "present";
-/// Its length.
+/// The file's length in bytes.
 const LEN: u64 = 4096;
 /// Where readers leave a number of their own, by which it is seen that there are more.
 const ASKED: u64 = 8;
@@ -62,12 +62,12 @@ pub(crate) struct Shown {
 }
 
 /// What a destination holds, or why that cannot be shown.
-pub(crate) type Held = Result<Shown, String>;
+pub(crate) type ShownResult = Result<Shown, String>;
 
 #[derive(Serialize, Deserialize)]
 struct Page {
     boot: String,
-    held: Held,
+    held: ShownResult,
 }
 
 fn open(folder: &Dir, flags: OFlags) -> io::Result<File> {
@@ -107,7 +107,7 @@ pub(crate) struct Present {
     folder: Dir,
     sequence: u64,
     /// What the file says.
-    held: Option<Held>,
+    held: Option<ShownResult>,
     asked: u64,
     boot: String,
 }
@@ -177,7 +177,7 @@ impl Present {
     }
 
     /// The destination rests, and holds this. Where it cannot be said, readers wait.
-    pub(crate) fn rest(&mut self, held: Held) -> io::Result<()> {
+    pub(crate) fn rest(&mut self, held: ShownResult) -> io::Result<()> {
         if self.sequence % 2 == 0 {
             if self.held.as_ref() == Some(&held) {
                 return Ok(());
@@ -229,13 +229,13 @@ impl Watched {
 
     /// What the destination holds, and the number of that; `None` while it is written to, or may be half written, or if that
     /// is not known in this boot.
-    pub(crate) fn look(&self) -> Option<(u64, Held)> {
+    pub(crate) fn look(&self) -> Option<(u64, ShownResult)> {
         let (sequence, page) = self.page()?;
         (page.boot == Boot::current().id).then_some((sequence, page.held))
     }
 
     /// What it held last, in whichever boot that was.
-    pub(crate) fn look_back(&self) -> Option<(u64, Held)> {
+    pub(crate) fn look_back(&self) -> Option<(u64, ShownResult)> {
         self.page().map(|(sequence, page)| (sequence, page.held))
     }
 
@@ -271,7 +271,7 @@ impl Watched {
 mod tests {
     use super::*;
 
-    fn held() -> Held {
+    fn held() -> ShownResult {
         Ok(Shown {
             source: Uuid::from_u128(1),
             epoch: Epoch { number: 4, id: Uuid::from_u128(4) },

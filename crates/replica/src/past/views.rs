@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use uuid::Uuid;
 
-use crate::past::present::{Held, Present, Shown};
+use crate::past::present::{Present, Shown, ShownResult};
 use crate::past::saving::Saving;
 
 /// What the names of logs begin with.
@@ -98,7 +98,7 @@ impl Claim {
 
 /// What a reader says of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct About {
+pub(crate) struct ReaderInfo {
     pub process: u32,
     /// When it began, in seconds since 1970.
     pub since: u64,
@@ -111,7 +111,7 @@ pub(crate) struct About {
     pub scratch: u64,
 }
 
-impl About {
+impl ReaderInfo {
     /// Writes what a reader says of itself to the head of a log.
     pub(crate) fn tell(&self, file: &File) -> io::Result<()> {
         let mut text = Vec::new();
@@ -122,7 +122,7 @@ impl About {
 
 /// A reader of a replica at a moment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Reader {
+pub struct ReplicaReader {
     /// The id of its process.
     pub process: u32,
     /// When it began, in seconds since 1970.
@@ -140,9 +140,9 @@ pub struct Reader {
 }
 
 /// The readers of the replica of a folder, in the order in which they began. Takes no lock.
-pub(crate) fn readers(folder: &Path) -> io::Result<Vec<Reader>> {
+pub(crate) fn readers(folder: &Path) -> io::Result<Vec<ReplicaReader>> {
     // Those that end just now are none.
-    let mut readers: Vec<Reader> =
+    let mut readers: Vec<ReplicaReader> =
         logs(&Dir::existing(folder)?)?.filter_map(|log| reader(&log.ok()?)).collect();
     readers.sort_by_key(|reader| (reader.since, reader.process));
     Ok(readers)
@@ -163,15 +163,15 @@ fn probe(folder: &dyn Folder, name: &str) -> io::Result<File> {
     Dir::existing(folder.path())?.file(name, OFlags::RDONLY, 0)
 }
 
-fn reader(log: &File) -> Option<Reader> {
+fn reader(log: &File) -> Option<ReplicaReader> {
     let mut head = vec![0; HEAD as usize];
     log.read_exact_at(&mut head, 0).ok()?;
-    let about: About = serde_json::from_slice(text_at(&head, ABOUT)?).ok()?;
+    let about: ReaderInfo = serde_json::from_slice(text_at(&head, ABOUT)?).ok()?;
     let kept = log.metadata().ok()?.len().saturating_sub(HEAD);
-    let About { process, since, epoch, ahead, at, scratch } = about;
+    let ReaderInfo { process, since, epoch, ahead, at, scratch } = about;
     let (lost, epoch) = (reach(log).err(), epoch.number);
     let bytes = if lost.is_some() { 0 } else { kept + scratch };
-    (!is_gone(log)).then_some(Reader { process, since, epoch, ahead, at, lost, bytes })
+    (!is_gone(log)).then_some(ReplicaReader { process, since, epoch, ahead, at, lost, bytes })
 }
 
 /// How far a log reaches, or why it is lost.
@@ -245,7 +245,7 @@ impl Views {
     }
 
     /// The destination rests.
-    pub(crate) fn rest(&mut self, held: Held) {
+    pub(crate) fn rest(&mut self, held: ShownResult) {
         if let (None, Some(folder), Ok(_)) = (&self.present, &self.folder, &held) {
             self.present = Present::take(folder, true).unwrap_or_default();
         }

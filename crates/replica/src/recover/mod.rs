@@ -14,7 +14,7 @@ use crate::state::intent::Intent;
 use crate::state::lineage::{self, Lineage, Stamp, StepKind, Toward, Unsure};
 use crate::state::note::{self, Foreign};
 use table::{
-    Action, Arriving, Asked, Change, Column, Content, End, File, Refusal, Sealed, Situation, Step, decide,
+    Action, Arriving, Column, Content, End, File, Purpose, Refusal, Repair, Sealed, Situation, Stage, decide,
 };
 
 /// What was found so far.
@@ -56,31 +56,31 @@ impl Replica {
     }
 
     /// Makes a change, and brings what was found up to date.
-    fn change(&mut self, change: Change, found: &mut Found) -> Result<()> {
+    fn change(&mut self, change: Repair, found: &mut Found) -> Result<()> {
         match change {
-            Change::RemoveStray => self.remove_partial()?,
-            Change::DropStep => self.drop_step(found.situation.file)?,
-            Change::FinishRename => self.finish_rename(found.now.clone())?,
-            Change::FinishInDoubt => self.finish_in_doubt()?,
-            Change::PutInPlace => self.put_in_place()?,
-            Change::GiveUpSealed => self.give_up_sealed(found)?,
-            Change::DropMerged => {
+            Repair::RemoveStray => self.remove_partial()?,
+            Repair::DropStep => self.drop_step(found.situation.file)?,
+            Repair::FinishRename => self.finish_rename(found.now.clone())?,
+            Repair::FinishInDoubt => self.finish_in_doubt()?,
+            Repair::PutInPlace => self.put_in_place()?,
+            Repair::GiveUpSealed => self.give_up_sealed(found)?,
+            Repair::DropMerged => {
                 self.remove(note::NAME)?;
                 self.remove(WHOLE)?;
                 found.situation.sealed = Sealed::None;
                 return Ok(());
             }
-            Change::TakeTimes => {
+            Repair::TakeTimes => {
                 self.keep_times()?;
                 found.situation.content = self.proven();
                 return Ok(());
             }
-            Change::MakeRoom => {
+            Repair::MakeRoom => {
                 let room = found.arriving.as_ref().map_or(Ok(false), |contents| self.has_room(contents))?;
                 found.situation.arriving = if room { Arriving::HasRoom } else { Arriving::Useless };
                 return Ok(());
             }
-            Change::DropArriving => {
+            Repair::DropArriving => {
                 self.remove(ARRIVING)?;
                 found.situation.arriving = Arriving::None;
                 return Ok(());
@@ -133,15 +133,15 @@ impl Replica {
         let has = |stamp: &Option<Stamp>, inode| stamp.as_ref().is_some_and(|stamp| stamp.inode == inode);
         let under_way = self.lineage().step.as_ref();
         let (step, inode) = match under_way.map(|step| (step.kind, step.finished)) {
-            None => (Step::None, None),
-            Some((StepKind::InPlace, _)) => (Step::InPlace, None),
-            Some((StepKind::NewFile { inode, .. }, true)) => (Step::NewFileFinished, Some(inode)),
-            Some((StepKind::NewFile { inode, .. }, false)) => (Step::NewFile, Some(inode)),
-            Some((StepKind::Clone { inode }, true)) => (Step::CloneFinished, Some(inode)),
+            None => (Stage::None, None),
+            Some((StepKind::InPlace, _)) => (Stage::InPlace, None),
+            Some((StepKind::NewFile { inode, .. }, true)) => (Stage::NewFileFinished, Some(inode)),
+            Some((StepKind::NewFile { inode, .. }, false)) => (Stage::NewFile, Some(inode)),
+            Some((StepKind::Clone { inode }, true)) => (Stage::CloneFinished, Some(inode)),
             Some((StepKind::Clone { inode }, false)) if self.begins_anew() => {
-                (Step::ClonePending, Some(inode))
+                (Stage::ClonePending, Some(inode))
             }
-            Some((StepKind::Clone { inode }, false)) => (Step::Clone, Some(inode)),
+            Some((StepKind::Clone { inode }, false)) => (Stage::Clone, Some(inode)),
         };
         let file = match inode {
             Some(inode) if has(&now, inode) => File::InPlace,
@@ -150,9 +150,9 @@ impl Replica {
             _ => File::None,
         };
         let asked = match (self.options().adopt, self.options().doubt) {
-            (true, _) => Asked::Adopt,
-            (false, true) => Asked::Doubt,
-            (false, false) => Asked::Use,
+            (true, _) => Purpose::Adopt,
+            (false, true) => Purpose::Doubt,
+            (false, false) => Purpose::Use,
         };
         let (sealed, content, arriving) = (Sealed::Unseen, Content::Unseen, Arriving::Unseen);
         let situation = Situation { step, file, sealed, content, arriving, asked };
@@ -160,7 +160,7 @@ impl Replica {
     }
 
     fn look_at_sealed(&self, found: &mut Found) -> Result<()> {
-        let nothing = found.now.is_none() || found.situation.step == Step::NewFile;
+        let nothing = found.now.is_none() || found.situation.step == Stage::NewFile;
         let measured = if nothing { Ok(None) } else { journal::measure_all(self.state(), WHOLE) };
         let deltas = match measured {
             // Its user has all of it compared.
@@ -203,8 +203,8 @@ impl Replica {
             found.situation.content = if known { Content::Gone } else { Content::None };
             return Ok(());
         };
-        let finished = matches!(step, Step::NewFileFinished | Step::CloneFinished);
-        let seeds = matches!(step, Step::NewFile | Step::NewFileFinished);
+        let finished = matches!(step, Stage::NewFileFinished | Stage::CloneFinished);
+        let seeds = matches!(step, Stage::NewFile | Stage::NewFileFinished);
         let unknown = match self.lineage().step.as_ref().filter(|_| seeds) {
             Some(step) => !step.kind.replaces(),
             None => !known && !self.destination().is_device() && !self.options().replace,

@@ -1,8 +1,8 @@
 #![doc = include_str!("../../../../docs/recovery.md")]
 
-/// What the lineage says of a step.
+/// How far a step has come, as the lineage records it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum Stage {
     /// Nothing is under way.
     None,
     /// A commit in place.
@@ -89,10 +89,10 @@ pub(super) enum Arriving {
 
 /// What the replica is opened for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Asked {
-    /// [`crate::Options::adopt`]; goes before the other.
+pub(super) enum Purpose {
+    /// [`crate::ReplicaOptions::adopt`]; goes before the other.
     Adopt,
-    /// [`crate::Options::doubt`].
+    /// [`crate::ReplicaOptions::doubt`].
     Doubt,
     /// To go on from what it is.
     Use,
@@ -101,12 +101,12 @@ pub(super) enum Asked {
 /// What is known so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Situation {
-    pub step: Step,
+    pub step: Stage,
     pub file: File,
     pub sealed: Sealed,
     pub content: Content,
     pub arriving: Arriving,
-    pub asked: Asked,
+    pub asked: Purpose,
 }
 
 /// What is done next.
@@ -115,7 +115,7 @@ pub(super) enum Action {
     /// Fill in a column.
     Look(Column),
     /// Change something, then decide again.
-    Change(Change),
+    Change(Repair),
     /// The last action.
     End(End),
 }
@@ -133,7 +133,7 @@ pub(super) enum Column {
 
 /// A change that is made before the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Change {
+pub(super) enum Repair {
     /// Remove NAME.partial.
     RemoveStray,
     /// Remove the step's file, if there is one, and take the step out of the lineage.
@@ -193,49 +193,49 @@ pub(super) enum Refusal {
 /// The table.
 pub(super) fn decide(situation: &Situation) -> Action {
     let Situation { step, file, sealed, content, arriving, asked } = *situation;
-    let finished = matches!(step, Step::NewFileFinished | Step::CloneFinished);
+    let finished = matches!(step, Stage::NewFileFinished | Stage::CloneFinished);
     let refuse = |refusal| Action::End(End::Refuse(refusal));
-    let adopt_or = |other| Action::End(if asked == Asked::Adopt { End::Adopt } else { other });
+    let adopt_or = |other| Action::End(if asked == Purpose::Adopt { End::Adopt } else { other });
     let changed = || match asked {
-        Asked::Doubt => Action::End(End::OpenInDoubt),
-        Asked::Adopt | Asked::Use => adopt_or(End::Refuse(Refusal::Changed)),
+        Purpose::Doubt => Action::End(End::OpenInDoubt),
+        Purpose::Adopt | Purpose::Use => adopt_or(End::Refuse(Refusal::Changed)),
     };
 
     // The file of a step, and its names.
     match (step, file) {
-        (Step::None | Step::InPlace, File::Stray) => return Action::Change(Change::RemoveStray),
-        (Step::None | Step::InPlace, _) => {}
-        (Step::ClonePending, _) | (_, File::None | File::Stray) => return Action::Change(Change::DropStep),
-        (Step::NewFile | Step::Clone, File::InPlace) => return Action::Change(Change::DropStep),
-        (Step::NewFile | Step::Clone, File::Beside) => {}
-        (Step::NewFileFinished | Step::CloneFinished, File::InPlace | File::Beside) => {}
+        (Stage::None | Stage::InPlace, File::Stray) => return Action::Change(Repair::RemoveStray),
+        (Stage::None | Stage::InPlace, _) => {}
+        (Stage::ClonePending, _) | (_, File::None | File::Stray) => return Action::Change(Repair::DropStep),
+        (Stage::NewFile | Stage::Clone, File::InPlace) => return Action::Change(Repair::DropStep),
+        (Stage::NewFile | Stage::Clone, File::Beside) => {}
+        (Stage::NewFileFinished | Stage::CloneFinished, File::InPlace | File::Beside) => {}
     }
     if finished {
         return match (step, file, content) {
             (.., Content::Unseen) => Action::Look(Column::Content),
             // There is nothing at NAME.partial any more that could be looked at.
-            (_, File::InPlace, Content::Changed) if asked == Asked::Doubt => {
-                Action::Change(Change::FinishInDoubt)
+            (_, File::InPlace, Content::Changed) if asked == Purpose::Doubt => {
+                Action::Change(Repair::FinishInDoubt)
             }
             (_, File::InPlace, Content::Changed) => adopt_or(End::Refuse(Refusal::Changed)),
-            (_, File::InPlace, _) => Action::Change(Change::FinishRename),
+            (_, File::InPlace, _) => Action::Change(Repair::FinishRename),
             // Another file has got its name first.
-            (Step::NewFileFinished, _, Content::Unknown) => adopt_or(End::Refuse(Refusal::NotAReplica)),
-            (Step::CloneFinished, _, Content::Changed) => changed(),
-            _ => Action::Change(Change::PutInPlace),
+            (Stage::NewFileFinished, _, Content::Unknown) => adopt_or(End::Refuse(Refusal::NotAReplica)),
+            (Stage::CloneFinished, _, Content::Changed) => changed(),
+            _ => Action::Change(Repair::PutInPlace),
         };
     }
 
     // What may be half merged.
     match (sealed, content) {
         (Sealed::Unseen, _) => return Action::Look(Column::Sealed),
-        (Sealed::Merged, _) => return Action::Change(Change::DropMerged),
-        (Sealed::Whole | Sealed::Damaged, _) if asked == Asked::Adopt => return Action::End(End::Adopt),
+        (Sealed::Merged, _) => return Action::Change(Repair::DropMerged),
+        (Sealed::Whole | Sealed::Damaged, _) if asked == Purpose::Adopt => return Action::End(End::Adopt),
         (_, Content::Unseen) => return Action::Look(Column::Content),
         (_, Content::Unknown) => return adopt_or(End::Refuse(Refusal::NotAReplica)),
         (Sealed::None, _) | (_, Content::None | Content::Gone) => {}
         // A merge would overwrite what others wrote before anybody has seen it.
-        (_, Content::Changed) if asked == Asked::Doubt => return Action::Change(Change::GiveUpSealed),
+        (_, Content::Changed) if asked == Purpose::Doubt => return Action::Change(Repair::GiveUpSealed),
         (_, Content::Changed) => return refuse(Refusal::Changed),
         (Sealed::Damaged, _) => return refuse(Refusal::Damaged),
         (Sealed::Whole, _) => return Action::End(End::Merge),
@@ -243,22 +243,22 @@ pub(super) fn decide(situation: &Situation) -> Action {
 
     // What is there, and what has come.
     match (step, content, arriving) {
-        (Step::None | Step::InPlace, Content::Gone, _) => Action::End(End::Forget),
-        (Step::NewFile, Content::None | Content::Gone, _) => by_arriving(arriving),
-        (Step::NewFile, ..) if asked == Asked::Adopt => Action::End(End::Adopt),
-        (Step::NewFile, Content::Changed, _) => refuse(Refusal::Changed),
-        (Step::NewFile, ..) => Action::End(End::Open),
+        (Stage::None | Stage::InPlace, Content::Gone, _) => Action::End(End::Forget),
+        (Stage::NewFile, Content::None | Content::Gone, _) => by_arriving(arriving),
+        (Stage::NewFile, ..) if asked == Purpose::Adopt => Action::End(End::Adopt),
+        (Stage::NewFile, Content::Changed, _) => refuse(Refusal::Changed),
+        (Stage::NewFile, ..) => Action::End(End::Open),
         (_, Content::Changed, _) => changed(),
-        (_, Content::Reserved, _) => Action::Change(Change::TakeTimes),
-        (Step::None | Step::InPlace, Content::AsLeft | Content::Unproven, Arriving::Complete) => {
-            Action::Change(Change::MakeRoom)
+        (_, Content::Reserved, _) => Action::Change(Repair::TakeTimes),
+        (Stage::None | Stage::InPlace, Content::AsLeft | Content::Unproven, Arriving::Complete) => {
+            Action::Change(Repair::MakeRoom)
         }
         (
-            Step::None | Step::InPlace,
+            Stage::None | Stage::InPlace,
             Content::AsLeft | Content::Unproven,
             Arriving::HasRoom | Arriving::Committed,
         ) => Action::End(End::SealAndMerge),
-        (_, Content::Unproven, Arriving::None | Arriving::Part) if asked != Asked::Adopt => {
+        (_, Content::Unproven, Arriving::None | Arriving::Part) if asked != Purpose::Adopt => {
             refuse(Refusal::Unproven)
         }
         _ => by_arriving(arriving),
@@ -271,7 +271,7 @@ fn by_arriving(arriving: Arriving) -> Action {
         Arriving::None => Action::End(End::Open),
         Arriving::Part => Action::End(End::KeepArriving),
         Arriving::Complete | Arriving::HasRoom | Arriving::Committed | Arriving::Useless => {
-            Action::Change(Change::DropArriving)
+            Action::Change(Repair::DropArriving)
         }
     }
 }
@@ -281,14 +281,14 @@ mod tests {
     use super::*;
 
     /// The words of the table's cells.
-    const STEPS: [(&str, Step); 7] = [
-        ("none", Step::None),
-        ("in place", Step::InPlace),
-        ("new file", Step::NewFile),
-        ("clone pending", Step::ClonePending),
-        ("clone", Step::Clone),
-        ("new file finished", Step::NewFileFinished),
-        ("clone finished", Step::CloneFinished),
+    const STEPS: [(&str, Stage); 7] = [
+        ("none", Stage::None),
+        ("in place", Stage::InPlace),
+        ("new file", Stage::NewFile),
+        ("clone pending", Stage::ClonePending),
+        ("clone", Stage::Clone),
+        ("new file finished", Stage::NewFileFinished),
+        ("clone finished", Stage::CloneFinished),
     ];
     const FILES: [(&str, File); 4] =
         [("none", File::None), ("stray", File::Stray), ("beside", File::Beside), ("in place", File::InPlace)];
@@ -318,21 +318,22 @@ mod tests {
         ("committed", Arriving::Committed),
         ("useless", Arriving::Useless),
     ];
-    const ASKED: [(&str, Asked); 3] = [("adopt", Asked::Adopt), ("doubt", Asked::Doubt), ("use", Asked::Use)];
+    const ASKED: [(&str, Purpose); 3] =
+        [("adopt", Purpose::Adopt), ("doubt", Purpose::Doubt), ("use", Purpose::Use)];
     const ACTIONS: [(&str, Action); 24] = [
         ("look at `journal-whole`", Action::Look(Column::Sealed)),
         ("look at the destination", Action::Look(Column::Content)),
         ("look at `journal`", Action::Look(Column::Arriving)),
-        ("remove the stray file", Action::Change(Change::RemoveStray)),
-        ("drop the step", Action::Change(Change::DropStep)),
-        ("finish the rename", Action::Change(Change::FinishRename)),
-        ("finish the rename in doubt", Action::Change(Change::FinishInDoubt)),
-        ("put the file in place", Action::Change(Change::PutInPlace)),
-        ("drop `journal-whole`", Action::Change(Change::DropMerged)),
-        ("give up `journal-whole`", Action::Change(Change::GiveUpSealed)),
-        ("take over the times", Action::Change(Change::TakeTimes)),
-        ("make room", Action::Change(Change::MakeRoom)),
-        ("drop `journal`", Action::Change(Change::DropArriving)),
+        ("remove the stray file", Action::Change(Repair::RemoveStray)),
+        ("drop the step", Action::Change(Repair::DropStep)),
+        ("finish the rename", Action::Change(Repair::FinishRename)),
+        ("finish the rename in doubt", Action::Change(Repair::FinishInDoubt)),
+        ("put the file in place", Action::Change(Repair::PutInPlace)),
+        ("drop `journal-whole`", Action::Change(Repair::DropMerged)),
+        ("give up `journal-whole`", Action::Change(Repair::GiveUpSealed)),
+        ("take over the times", Action::Change(Repair::TakeTimes)),
+        ("make room", Action::Change(Repair::MakeRoom)),
+        ("drop `journal`", Action::Change(Repair::DropArriving)),
         ("**forget**", Action::End(End::Forget)),
         ("**adopt**", Action::End(End::Adopt)),
         ("**open in doubt**", Action::End(End::OpenInDoubt)),
@@ -360,12 +361,12 @@ mod tests {
 
     struct Line {
         text: &'static str,
-        steps: Vec<Step>,
+        steps: Vec<Stage>,
         files: Vec<File>,
         sealed: Vec<Sealed>,
         contents: Vec<Content>,
         arriving: Vec<Arriving>,
-        asked: Vec<Asked>,
+        asked: Vec<Purpose>,
         action: Action,
     }
 
@@ -446,12 +447,12 @@ mod tests {
             let trusts = matches!(
                 action,
                 Action::End(End::Merge | End::SealAndMerge | End::KeepArriving | End::Open | End::Forget)
-                    | Action::Change(Change::FinishRename | Change::TakeTimes | Change::MakeRoom)
+                    | Action::Change(Repair::FinishRename | Repair::TakeTimes | Repair::MakeRoom)
             );
             assert!(!trusts, "{situation:?}: {action:?}");
             // A new file takes the place of whatever may be replaced.
-            let renames = action == Action::Change(Change::PutInPlace);
-            assert!(!renames || situation.step == Step::NewFileFinished, "{situation:?}: {action:?}");
+            let renames = action == Action::Change(Repair::PutInPlace);
+            assert!(!renames || situation.step == Stage::NewFileFinished, "{situation:?}: {action:?}");
         }
     }
 
@@ -464,15 +465,15 @@ mod tests {
                 Action::Look(Column::Sealed) => sealed == Sealed::Unseen,
                 Action::Look(Column::Content) => content == Content::Unseen,
                 Action::Look(Column::Arriving) => arriving == Arriving::Unseen,
-                Action::Change(Change::RemoveStray) => file == File::Stray,
+                Action::Change(Repair::RemoveStray) => file == File::Stray,
                 Action::Change(
-                    Change::DropStep | Change::FinishRename | Change::FinishInDoubt | Change::PutInPlace,
-                ) => !matches!(step, Step::None | Step::InPlace),
-                Action::Change(Change::GiveUpSealed) => matches!(sealed, Sealed::Whole | Sealed::Damaged),
-                Action::Change(Change::DropMerged) => sealed == Sealed::Merged,
-                Action::Change(Change::TakeTimes) => content == Content::Reserved,
-                Action::Change(Change::MakeRoom) => arriving == Arriving::Complete,
-                Action::Change(Change::DropArriving) => {
+                    Repair::DropStep | Repair::FinishRename | Repair::FinishInDoubt | Repair::PutInPlace,
+                ) => !matches!(step, Stage::None | Stage::InPlace),
+                Action::Change(Repair::GiveUpSealed) => matches!(sealed, Sealed::Whole | Sealed::Damaged),
+                Action::Change(Repair::DropMerged) => sealed == Sealed::Merged,
+                Action::Change(Repair::TakeTimes) => content == Content::Reserved,
+                Action::Change(Repair::MakeRoom) => arriving == Arriving::Complete,
+                Action::Change(Repair::DropArriving) => {
                     !matches!(arriving, Arriving::Unseen | Arriving::None | Arriving::Part)
                 }
                 Action::End(_) => true,

@@ -16,7 +16,7 @@ use crate::replica::Replica;
 use crate::state::destination::{Destination, FileDestination, Name};
 use crate::state::lineage::{Lineage, Stamp, State, Unsure};
 use crate::state::locate::locate;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 use crate::state::role::{Demoted, GaveUp, Role, now};
 
 /// What a source was.
@@ -43,7 +43,7 @@ pub struct Demotion {
 
 /// The epochs at which a former source can be demoted anew once it is promoted again, oldest first: those after which its own history
 /// knows what was written. None if it would not be promoted as it is. Changes nothing, recovers nothing, and takes no lock.
-pub fn demotes_anew(path: &Path, options: &Options) -> Vec<Epoch> {
+pub fn demotes_anew(path: &Path, options: &ReplicaOptions) -> Vec<Epoch> {
     let read = || -> Option<Vec<Epoch>> {
         let (path, _, folder) = locate(path, options).ok()?;
         let folder = Dir::existing(&folder).ok()?;
@@ -81,7 +81,7 @@ impl Lineage {
 }
 
 impl Replica {
-    /// As [`demotes_anew`].
+    /// The epochs at which this former source can be demoted anew once it is promoted again, oldest first; see [`demotes_anew`].
     pub fn demotes_anew(&self) -> Vec<Epoch> {
         match self.changed() {
             None => self.lineage().demotes_anew(self.state()),

@@ -13,10 +13,9 @@ use crate::known::verdict::Verdict;
 use crate::past;
 use crate::replica::Replica;
 use crate::state::destination::Name;
-use crate::state::intent::{Intent, Membership};
+use crate::state::intent::{Intent, ReplicaMembership};
 use crate::state::lineage::{Lineage, State, StepKind, Unsure};
-use crate::state::locate::inspect;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 use crate::state::role::{Promoted, Released, Role};
 
 /// What a promotion would make the present of the disk.
@@ -38,24 +37,15 @@ pub struct Outlook {
     pub verdict: Option<Verdict>,
 }
 
-/// Opens the replica at `path` to be promoted: what a crash left of a commit is completed first.
+/// Opens the replica at `path`, which has that lineage, by `open` to be promoted: what a crash left of a commit is completed first.
 ///
 /// # Errors
-/// As for [`Replica::open`]; refused if there is no replica.
-pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
-    to_promote_by(path, inspect(path, options)?, options, &|options| Replica::open(path, options))
-}
-
-/// Opens a replica with that lineage, by `open`, to be promoted: what a crash left of a commit is completed first.
-///
-/// # Errors
-/// As for [`to_promote`].
-#[doc(hidden)]
-pub fn to_promote_by(
+/// If `open` fails; refused if there is no replica.
+pub fn to_promote(
     path: &Path,
     lineage: Option<Lineage>,
-    options: &Options,
-    open: &dyn Fn(&Options) -> Result<Replica>,
+    options: &ReplicaOptions,
+    open: &dyn Fn(&ReplicaOptions) -> Result<Replica>,
 ) -> Result<Replica> {
     let none = || {
         ReplicaError::Refused(format!(
@@ -72,7 +62,7 @@ pub fn to_promote_by(
         ))
     };
     let lineage = lineage.ok_or_else(none)?;
-    let open = |doubt| open(&Options { doubt, ..options.clone() });
+    let open = |doubt| open(&ReplicaOptions { doubt, ..options.clone() });
     let replica = open(options.doubt || lineage.role.promoted.is_some())?;
     match replica.is_kept() {
         true => Ok(replica),
@@ -257,7 +247,7 @@ impl Replica {
     /// Takes over what a source knew that it was before, as its trail. Durable on return.
     ///
     /// # Errors
-    /// As for [`source::leave_trail`].
+    /// As [`source::leave_trail`].
     pub fn take_trail(&self, history: &source::History) -> std::result::Result<(), source::SourceError> {
         source::leave_trail(history, self.state())
     }
@@ -348,7 +338,7 @@ impl Replica {
             self.note_stamp()?;
         }
         let lineage = self.lineage();
-        let promoted_in = lineage.group.as_ref().map(Membership::folder);
+        let promoted_in = lineage.group.as_ref().map(ReplicaMembership::folder);
         let role = Role { promoted_in, ..lineage.role.promoted_so(promoted) };
         // What was kept of the past leads back from another state.
         self.lineage_mut().nonce = Uuid::new_v4();
@@ -407,7 +397,7 @@ pub fn promotes_still(path: &Path, lineage: &Lineage) -> Result<Option<(String, 
 /// The name of the group that is being promoted, for [`promotes_still`], by what is written down in its folder.
 ///
 /// # Errors
-/// As for [`promotes_still`].
+/// As [`promotes_still`].
 #[doc(hidden)]
 pub fn promotes_still_by(folder: &dyn Folder, lineage: &Lineage) -> Result<Option<String>> {
     let role = &lineage.role;

@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use device::{Boot, Clock, DeviceError, Dir, Disk, ExportUri, Folder, Format, Gauge, Medium, Sharing};
 use nbd::NbdDisk;
-use qcow2::{Head, Image};
+use qcow2::{Image, ImageHeader};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::state::attributes;
-use crate::state::intent::Membership;
+use crate::state::intent::ReplicaMembership;
 use crate::state::lineage::Stamp;
 
 /// One of the two names of a destination.
@@ -116,7 +116,7 @@ pub trait Destination: Send {
         None
     }
     /// The folder of the group of a replica.
-    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+    fn group(&self, group: &ReplicaMembership) -> io::Result<Box<dyn Folder>> {
         Ok(Box::new(Dir::existing(&group.folder_for(self.path()))?))
     }
     /// Makes names durable.
@@ -221,9 +221,9 @@ impl FileDestination {
 
     /// Refuses a file in which no replica can be, by what its head says.
     fn fit(&self, file: &File) -> Result<()> {
-        let head = Head::of(file).map_err(io_error("read", &self.path))?;
+        let head = ImageHeader::of(file).map_err(io_error("read", &self.path))?;
         let none = Some(("it is no qcow2 file", "give another path"));
-        head.as_ref().map_or(none, Head::refusal_of_replica).map_or(Ok(()), |(why, way_out)| {
+        head.as_ref().map_or(none, ImageHeader::refusal_of_replica).map_or(Ok(()), |(why, way_out)| {
             Err(ReplicaError::Refused(format!(
                 "{} cannot be a replica: {why}: {way_out}",
                 self.path.display()
@@ -245,7 +245,7 @@ impl FileDestination {
         if self.format.is_raw() || !file.is_file() {
             return Ok(file.len());
         }
-        Ok(Head::of(&self.file(name, OFlags::RDONLY)?)?.map_or(0, |head| head.size))
+        Ok(ImageHeader::of(&self.file(name, OFlags::RDONLY)?)?.map_or(0, |head| head.size))
     }
 
     fn stamp_of(&self, name: Name, file: &std::fs::Metadata) -> io::Result<Stamp> {
@@ -366,7 +366,7 @@ impl Destination for FileDestination {
         if !self.format.is_raw() {
             return Ok(self.image(name)?);
         }
-        let mut options = device::Options { write: true, direct: true, exclusive: false };
+        let mut options = device::DiskOptions { write: true, direct: true, exclusive: false };
         let path = self.path.with_file_name(self.file_name(name));
         let file = match self.file(name, OFlags::RDWR) {
             // To be compared it is only read.
@@ -449,7 +449,7 @@ impl Destination for FileDestination {
         if self.format.is_raw() {
             return Ok(());
         }
-        match self.file(Name::Final, OFlags::RDONLY).and_then(|file| Head::of(&file)) {
+        match self.file(Name::Final, OFlags::RDONLY).and_then(|file| ImageHeader::of(&file)) {
             Ok(Some(head)) => head.check_size(len),
             _ => qcow2::check_size(len),
         }
@@ -468,7 +468,7 @@ pub struct DeviceDestination {
 impl DeviceDestination {
     /// Opens a device exclusively.
     pub fn new(path: PathBuf) -> Result<DeviceDestination> {
-        let disk = device::open(&path, &device::Options { write: true, direct: true, exclusive: true })?;
+        let disk = device::open(&path, &device::DiskOptions { write: true, direct: true, exclusive: true })?;
         let number = device::identity(&path)?.dev;
         Ok(DeviceDestination { path, kernel: Some((number, Gauge::of(number))), boot: Boot::current(), disk })
     }

@@ -16,7 +16,7 @@ use crate::state::version::of_version;
 
 /// The group of a replica.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Membership {
+pub struct ReplicaMembership {
     /// The name of the group.
     pub name: String,
     /// The group's folder; `None` for the one beside the replica's file, which moves with it.
@@ -24,7 +24,7 @@ pub struct Membership {
     pub folder: Option<PathBuf>,
 }
 
-impl Membership {
+impl ReplicaMembership {
     /// The folder of a group whose replicas are in `dir`.
     pub fn folder_in(dir: &Path, name: &str) -> PathBuf {
         dir.join(format!(".{name}.dsync-group"))
@@ -37,9 +37,9 @@ impl Membership {
     }
 
     /// The membership of a replica at this path, without links, in the group of that name whose replicas are in `dir`.
-    pub fn of(path: &Path, dir: &Path, name: &str) -> Membership {
+    pub fn of(path: &Path, dir: &Path, name: &str) -> ReplicaMembership {
         let folder = (path.parent() != Some(dir)).then(|| Self::folder_in(dir, name));
-        Membership { name: name.to_owned(), folder }
+        ReplicaMembership { name: name.to_owned(), folder }
     }
 
     /// The folder of the group: a name beside the replica's file, or a path.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
-use crate::state::intent::Membership;
+use crate::state::intent::ReplicaMembership;
 use crate::state::role::{Released, Role};
 use crate::state::version::of_version;
 
@@ -62,7 +62,7 @@ pub struct Lineage {
     pub role: Role,
     /// The group whose replicas it is committed with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub group: Option<Membership>,
+    pub group: Option<ReplicaMembership>,
     /// When what the last commit made of the destination had all arrived, in seconds since 1970: a commit that a later process
     /// completed is as old as that. Of a rewind, when it was first at that moment.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -1,7 +1,7 @@
 //! Where a replica's state is kept, and whose it is.
 //!
 //! The state of a file's replica is in `.NAME.dsync/` beside the file; that of a device's in a folder named after the disk, and
-//! that of one behind an NBD server in one named after its URI, both below [`Options::devices`]. [`Options::folder`] overrides both. Nothing here takes a lock or changes anything.
+//! that of one behind an NBD server in one named after its URI, both below [`ReplicaOptions::devices`]. [`ReplicaOptions::folder`] overrides both. Nothing here takes a lock or changes anything.
 //!
 //! # A replica that is away
 //!
@@ -21,7 +21,7 @@ use rustix::fs::FileType;
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::state::lineage::Lineage;
-use crate::state::options::Options;
+use crate::state::options::ReplicaOptions;
 
 /// The folder of a file's replica.
 fn folder_beside(file: &Path) -> PathBuf {
@@ -33,7 +33,7 @@ fn folder_beside(file: &Path) -> PathBuf {
 
 /// What is at a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum DestinationKind {
     File,
     Device,
     /// An export of an NBD server: whether that has it is seen when it is opened.
@@ -43,7 +43,10 @@ pub(crate) enum Kind {
 }
 
 /// Where a destination is, without links; what is there; and where its state is kept.
-pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<Kind>, PathBuf)> {
+pub(crate) fn locate(
+    path: &Path,
+    options: &ReplicaOptions,
+) -> Result<(PathBuf, Option<DestinationKind>, PathBuf)> {
     if let Some(uri) = ExportUri::of(path) {
         let uri = uri.map_err(|error| ReplicaError::Refused(error.to_string()))?.to_string();
         let folder = match &options.folder {
@@ -53,7 +56,7 @@ pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<
                 folder_for_devices(path, options)?.join(name)
             }
         };
-        return Ok((uri.into(), Some(Kind::Export), folder));
+        return Ok((uri.into(), Some(DestinationKind::Export), folder));
     }
     let canonical = match std::fs::canonicalize(path) {
         Ok(path) => path,
@@ -93,23 +96,25 @@ pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<
     };
     let kind = match rustix::fs::stat(&canonical) {
         Ok(found) => Some(match FileType::from_raw_mode(found.st_mode) {
-            FileType::RegularFile => Kind::File,
-            FileType::BlockDevice => Kind::Device,
-            _ => Kind::Other,
+            FileType::RegularFile => DestinationKind::File,
+            FileType::BlockDevice => DestinationKind::Device,
+            _ => DestinationKind::Other,
         }),
         Err(rustix::io::Errno::NOENT) => None,
         Err(e) => return Err(io_error("look at", &canonical)(e.into())),
     };
     let folder = match (&options.folder, kind) {
         (Some(folder), _) => folder.clone(),
-        (None, Some(Kind::Device)) => folder_of_device(&canonical, folder_for_devices(path, options)?)?,
+        (None, Some(DestinationKind::Device)) => {
+            folder_of_device(&canonical, folder_for_devices(path, options)?)?
+        }
         (None, _) => folder_beside(&canonical),
     };
     Ok((canonical, kind, folder))
 }
 
 /// The folder for the state of replicas that have no folder beside them.
-fn folder_for_devices<'a>(path: &Path, options: &'a Options) -> Result<&'a Path> {
+fn folder_for_devices<'a>(path: &Path, options: &'a ReplicaOptions) -> Result<&'a Path> {
     match options.devices.as_os_str().is_empty() {
         false => Ok(&options.devices),
         true => Err(ReplicaError::Refused(format!(
@@ -126,7 +131,7 @@ fn folder_of_device(canonical: &Path, root: &Path) -> Result<PathBuf> {
 }
 
 /// The folder in which the state of the replica at `path` is kept, or would be.
-pub(crate) fn state_folder(path: &Path, options: &Options) -> Result<PathBuf> {
+pub(crate) fn state_folder(path: &Path, options: &ReplicaOptions) -> Result<PathBuf> {
     locate(path, options).map(|(_, _, folder)| folder)
 }
 
@@ -153,7 +158,7 @@ pub(crate) fn moved_from(path: &Path, folder: &Path) -> Option<ReplicaError> {
 ///
 /// # Errors
 /// If the lineage cannot be read or understood.
-pub fn inspect(path: &Path, options: &Options) -> Result<Option<Lineage>> {
+pub fn inspect(path: &Path, options: &ReplicaOptions) -> Result<Option<Lineage>> {
     let (_, _, folder) = locate(path, options)?;
     if !folder.is_dir() {
         return Ok(None);
@@ -166,7 +171,7 @@ pub(crate) fn refuse_others_state(
     lineage: &Lineage,
     path: &Path,
     folder: &Path,
-    options: &Options,
+    options: &ReplicaOptions,
 ) -> Result<()> {
     let disk = device::identity(path).ok().filter(device::Identity::is_block);
     let (had, has) = (&lineage.disk, disk.and_then(|identity| device::disk_id(identity.dev)));

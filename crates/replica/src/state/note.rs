@@ -22,7 +22,7 @@ pub(crate) const NAME: &str = "rest";
 /// What it says is written in one piece, and of one length.
 const LEN: usize = 512;
 
-/// Its whole length: the time of the last own write has a page's second part for itself.
+/// Bytes of the whole note: the time of the last own write has a page's second part for itself.
 const WHOLE_LEN: u64 = 4096;
 
 /// The time's place, in words. For a device it holds the number of sectors that were handed to it.
@@ -338,7 +338,7 @@ struct Kept {
 }
 
 impl Keeping {
-    /// So many sectors of a disk, of 512 bytes, are about to be written, or made zero.
+    /// Counts sectors of 512 bytes that are about to be written to a disk, or made zero.
     pub(crate) fn hands_over(&mut self, sectors: u64, zeroes: bool) {
         let Some(kept) = self.0.as_ref().filter(|kept| kept.clock.is_none()) else { return };
         kept.map[TIME].fetch_add(if zeroes { ZEROED * sectors } else { sectors }, SeqCst);

@@ -8,12 +8,12 @@ use std::time::Instant;
 use device::Format;
 
 use crate::error::Result;
-use crate::state::intent::Membership;
+use crate::state::intent::ReplicaMembership;
 use crate::state::keep::Keep;
 
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
-pub struct Options {
+pub struct ReplicaOptions {
     /// Where a reader keeps what it needs, if the file system of the replica's state is mounted read-only.
     pub scratch: Option<PathBuf>,
     /// The folder of the replica's state. Without it: `.NAME.dsync/` beside a file, one within `devices` for a device.
@@ -35,7 +35,7 @@ pub struct Options {
     /// What of its past is to be kept from the next commit on. `None`: what was kept before; nothing of a new replica.
     pub keep: Option<Keep>,
     /// The group with which deltas are committed.
-    pub group: Option<Membership>,
+    pub group: Option<ReplicaMembership>,
     /// The group of the source that sends: a replica of another one leaves that. Of no meaning where the term is not known.
     pub source_group: Option<String>,
     /// The source's term, to be remembered with what it sends; 0 where it is not known.

@@ -13,7 +13,7 @@ use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{BatchLog, Batches, Commit, Options, Replica, ReplicaError, State};
+use crate::{BatchCommitter, BatchLog, CommitMode, Replica, ReplicaError, ReplicaOptions, State};
 
 /// The images that batches lead to; that of the fourth is an epoch.
 pub(super) const LAST: usize = 6;
@@ -46,7 +46,7 @@ pub(super) fn header(source: &Source, to: usize, nonce: Uuid) -> Header {
 
 pub(super) fn send(
     log: &mut BatchLog,
-    batches: &mut Batches<'_>,
+    batches: &mut BatchCommitter<'_>,
     bytes: &[u8],
     stream: Uuid,
 ) -> crate::Result<()> {
@@ -73,7 +73,7 @@ pub(super) fn send(
 pub(super) fn send_one(
     source: &Source,
     log: &mut BatchLog,
-    batches: &mut Batches<'_>,
+    batches: &mut BatchCommitter<'_>,
     to: usize,
     nonce: Uuid,
 ) -> crate::Result<Uuid> {
@@ -127,7 +127,7 @@ fn check(source: &Source, world: &World, sent: &Sent, what: &str) {
     // A sync goes on from the epoch.
     let next = world.fork();
     let mut replica = next.open_for_sync(&on()).unwrap();
-    merge(&mut replica, &source.tracked(epoch, LAST + 1), Commit::Journal)
+    merge(&mut replica, &source.tracked(epoch, LAST + 1), CommitMode::Journal)
         .unwrap_or_else(|e| panic!("{what}: the next sync: {e}"));
     drop(replica);
     assert!(next.holds(&source.images[LAST + 1]), "{what}: the next sync");
@@ -250,7 +250,7 @@ fn stumble_everywhere(kind: Kind) {
                 stumbled += usize::from(result.is_err());
                 // The same process may try something else.
                 let epoch = if sent.borrow().confirmed < EPOCH { 0 } else { EPOCH };
-                let commit = [Commit::InPlace, Commit::Journal][step as usize % 2];
+                let commit = [CommitMode::InPlace, CommitMode::Journal][step as usize % 2];
                 let next = source.tracked(epoch, LAST + 1);
                 let done = step % 3 == 0 && merge(&mut replica, &next, commit).is_ok();
                 drop(replica);
@@ -282,7 +282,7 @@ fn a_journal_without_room_jams_nothing() {
             let open = |room: u64, power: &Power| {
                 let folder = FaultyFolder::new(power, &world.state()).unwrap();
                 folder.full_after(room);
-                world.open_in(power, Box::new(folder), &Options::default())
+                world.open_in(power, Box::new(folder), &ReplicaOptions::default())
             };
             // Killed there, too, with all of it in the journal.
             let killed = room % 2_000 != 0;
@@ -350,7 +350,7 @@ fn what_does_not_fit_is_refused() {
     }
     assert!(world.holds(&source.images[1]));
     // A delta that ends at the epoch would take a part of the batch back.
-    let error = merge(&mut replica, &source.tracked(0, 0), Commit::Journal).unwrap_err();
+    let error = merge(&mut replica, &source.tracked(0, 0), CommitMode::Journal).unwrap_err();
     assert!(error.to_string().contains("ahead"), "{error}");
     drop(replica);
     assert!(world.holds(&source.images[1]));

@@ -9,7 +9,7 @@ use testing::{Sample, soak};
 
 use super::world::*;
 use crate::state::destination::Name;
-use crate::{Commit, Options, ReplicaError, State};
+use crate::{CommitMode, ReplicaError, ReplicaOptions, State};
 
 /// Every outage that a run goes through. `KeepAll` and `LoseUnsynced` are also taken apart: data without metadata, and the
 /// other way round.
@@ -27,7 +27,7 @@ pub(super) fn on() -> Power {
 }
 
 /// Brings the replica up to date as a sync does, whatever it lacks.
-fn sync(world: &World, power: &Power, source: &Source, to: usize, commit: Commit) -> crate::Result<()> {
+fn sync(world: &World, power: &Power, source: &Source, to: usize, commit: CommitMode) -> crate::Result<()> {
     let mut replica = world.open(power)?;
     let delta = source.lacks(replica.status(), content(&replica).as_deref(), to);
     merge(&mut replica, &delta, commit)?;
@@ -44,7 +44,7 @@ pub(super) struct Scenario<'a> {
     pub to: usize,
     /// The destination itself changes, so is incomplete meanwhile.
     pub in_place: bool,
-    pub commit: Commit,
+    pub commit: CommitMode,
     pub run: &'a dyn Fn(&World, &Power) -> crate::Result<()>,
 }
 
@@ -83,7 +83,7 @@ fn check(s: &Scenario<'_>, world: &World, turn: u64, what: &str) {
     if let Some(from) = s.from.filter(|_| soak() || turn % 4 == 3) {
         let again = world.fork();
         let mut replica = again.open(&power).unwrap();
-        match merge(&mut replica, &source.tracked(from, s.to), Commit::Journal) {
+        match merge(&mut replica, &source.tracked(from, s.to), CommitMode::Journal) {
             Ok(_) => assert!(again.holds(&source.images[s.to]), "{}: {what}: merged again", s.name),
             // Where the destination already holds a part of a newer one.
             Err(ReplicaError::WrongEpoch { .. }) => {}
@@ -91,7 +91,7 @@ fn check(s: &Scenario<'_>, world: &World, turn: u64, what: &str) {
         }
     }
     // The next sync, to the same epoch and to the next, by the same way and by the default.
-    let nexts = [(s.to, s.commit), (s.to + 1, s.commit), (s.to + 1, Commit::Journal)];
+    let nexts = [(s.to, s.commit), (s.to + 1, s.commit), (s.to + 1, CommitMode::Journal)];
     for (n, (to, commit)) in nexts.into_iter().enumerate() {
         if !soak() && turn % 4 != n as u64 {
             continue;
@@ -163,12 +163,12 @@ pub(super) fn cut_everywhere(s: &Scenario<'_>) {
 
 /// Something fails for a moment, at every step in turn; the same process tries again with what it holds, and once that is over
 /// the machine may lose power. What was said to be committed is there.
-fn stumble_everywhere(name: &str, kind: Kind, from: Option<usize>, to: usize, commit: Commit) {
+fn stumble_everywhere(name: &str, kind: Kind, from: Option<usize>, to: usize, commit: CommitMode) {
     const EIO: i32 = 5;
     const ENOSPC: i32 = 28;
     let source = source();
     let world = from.map_or_else(|| World::new(kind), |from| replica_at(kind, &source, from));
-    let in_place = commit == Commit::InPlace;
+    let in_place = commit == CommitMode::InPlace;
     let s = Scenario { name, source: &source, world, from, to, in_place, commit, run: &|_, _| Ok(()) };
     let (mut turn, power) = (0, on());
     try_again(&source, &mut s.world.fork().open(&power).unwrap(), from, to, commit, false);
@@ -213,7 +213,7 @@ fn try_again(
     replica: &mut crate::Replica,
     from: Option<usize>,
     to: usize,
-    commit: Commit,
+    commit: CommitMode,
     stubborn: bool,
 ) -> bool {
     let mut delta = from.map_or_else(|| source.seed(to), |from| source.tracked(from, to));
@@ -239,13 +239,13 @@ fn try_again(
 
 #[test]
 fn errors_that_pass() {
-    stumble_everywhere("journal, file", Kind::File, Some(0), 1, Commit::Journal);
-    stumble_everywhere("journal, device", Kind::Device, Some(1), 3, Commit::Journal);
-    stumble_everywhere("in place, file", Kind::File, Some(0), 1, Commit::InPlace);
-    stumble_everywhere("in place, device", Kind::Device, Some(1), 3, Commit::InPlace);
-    stumble_everywhere("reflink", Kind::File, Some(0), 1, Commit::Reflink);
-    stumble_everywhere("seed, file", Kind::File, None, 1, Commit::Journal);
-    stumble_everywhere("seed, device", Kind::Device, None, 1, Commit::Journal);
+    stumble_everywhere("journal, file", Kind::File, Some(0), 1, CommitMode::Journal);
+    stumble_everywhere("journal, device", Kind::Device, Some(1), 3, CommitMode::Journal);
+    stumble_everywhere("in place, file", Kind::File, Some(0), 1, CommitMode::InPlace);
+    stumble_everywhere("in place, device", Kind::Device, Some(1), 3, CommitMode::InPlace);
+    stumble_everywhere("reflink", Kind::File, Some(0), 1, CommitMode::Reflink);
+    stumble_everywhere("seed, file", Kind::File, None, 1, CommitMode::Journal);
+    stumble_everywhere("seed, device", Kind::Device, None, 1, CommitMode::Journal);
 }
 
 fn source() -> Source {
@@ -258,21 +258,21 @@ pub(super) fn replica_at(kind: Kind, source: &Source, at: usize) -> World {
     if kind == Kind::Device {
         world.soil();
         let mut replica = world.open_with(&on(), false, true).unwrap();
-        merge(&mut replica, &source.seed(at), Commit::Journal).unwrap();
+        merge(&mut replica, &source.seed(at), CommitMode::Journal).unwrap();
     } else {
-        sync(&world, &on(), source, at, Commit::Journal).unwrap();
+        sync(&world, &on(), source, at, CommitMode::Journal).unwrap();
     }
     assert!(world.holds(&source.images[at]));
     world
 }
 
-fn scenario(name: &str, kind: Kind, from: usize, to: usize, commit: Commit) {
+fn scenario(name: &str, kind: Kind, from: usize, to: usize, commit: CommitMode) {
     let source = source();
     let run = |world: &World, power: &Power| {
         let mut replica = world.open(power)?;
         merge(&mut replica, &source.tracked(from, to), commit).map(drop)
     };
-    let in_place = commit == Commit::InPlace;
+    let in_place = commit == CommitMode::InPlace;
     let world = replica_at(kind, &source, from);
     cut_everywhere(&Scenario {
         name,
@@ -288,49 +288,49 @@ fn scenario(name: &str, kind: Kind, from: usize, to: usize, commit: Commit) {
 
 #[test]
 fn journal_on_a_file_that_grows() {
-    scenario("journal, file, grows", Kind::File, 0, 1, Commit::Journal);
+    scenario("journal, file, grows", Kind::File, 0, 1, CommitMode::Journal);
 }
 
 #[test]
 fn journal_on_a_file_that_shrinks() {
-    scenario("journal, file, shrinks", Kind::File, 1, 3, Commit::Journal);
+    scenario("journal, file, shrinks", Kind::File, 1, 3, CommitMode::Journal);
 }
 
 #[test]
 fn journal_on_a_device() {
-    scenario("journal, device", Kind::Device, 0, 1, Commit::Journal);
+    scenario("journal, device", Kind::Device, 0, 1, CommitMode::Journal);
 }
 
 #[test]
 fn in_place_on_a_file_that_grows() {
-    scenario("in place, file, grows", Kind::File, 0, 1, Commit::InPlace);
+    scenario("in place, file, grows", Kind::File, 0, 1, CommitMode::InPlace);
 }
 
 #[test]
 fn in_place_on_a_file_that_shrinks() {
-    scenario("in place, file, shrinks", Kind::File, 1, 3, Commit::InPlace);
+    scenario("in place, file, shrinks", Kind::File, 1, 3, CommitMode::InPlace);
 }
 
 #[test]
 fn in_place_on_a_device() {
-    scenario("in place, device", Kind::Device, 0, 1, Commit::InPlace);
+    scenario("in place, device", Kind::Device, 0, 1, CommitMode::InPlace);
 }
 
 #[test]
 fn reflink_that_grows() {
-    scenario("reflink, grows", Kind::File, 0, 1, Commit::Reflink);
+    scenario("reflink, grows", Kind::File, 0, 1, CommitMode::Reflink);
 }
 
 #[test]
 fn reflink_that_shrinks() {
-    scenario("reflink, shrinks", Kind::File, 1, 3, Commit::Reflink);
+    scenario("reflink, shrinks", Kind::File, 1, 3, CommitMode::Reflink);
 }
 
 fn seed(name: &str, kind: Kind) {
     let source = source();
     let run = |world: &World, power: &Power| {
         let mut replica = world.open_with(power, false, kind == Kind::Device)?;
-        merge(&mut replica, &source.seed(1), Commit::Journal).map(drop)
+        merge(&mut replica, &source.seed(1), CommitMode::Journal).map(drop)
     };
     let world = World::new(kind);
     if kind == Kind::Device {
@@ -343,7 +343,7 @@ fn seed(name: &str, kind: Kind) {
         from: None,
         to: 1,
         in_place: true,
-        commit: Commit::Journal,
+        commit: CommitMode::Journal,
         run: &run,
     };
     if kind == Kind::File {
@@ -383,7 +383,7 @@ fn seed_of_a_device() {
 }
 
 /// A transfer cut in the middle, gone on from with a newer epoch, by the same or another way.
-fn resumed(name: &str, kind: Kind, from: Option<usize>, first: Commit, then: Commit) {
+fn resumed(name: &str, kind: Kind, from: Option<usize>, first: CommitMode, then: CommitMode) {
     let source = source();
     let world = match from {
         Some(from) => replica_at(kind, &source, from),
@@ -408,64 +408,64 @@ fn resumed(name: &str, kind: Kind, from: Option<usize>, first: Commit, then: Com
         merge(&mut replica, &delta, then).map(drop)
     };
     // What was interrupted before may be there in every state.
-    let in_place = first == Commit::InPlace || then == Commit::InPlace;
+    let in_place = first == CommitMode::InPlace || then == CommitMode::InPlace;
     cut_everywhere(&Scenario { name, source: &source, world, from, to, in_place, commit: then, run: &run });
 }
 
 #[test]
 fn journal_resumed() {
-    resumed("journal, resumed", Kind::File, Some(0), Commit::Journal, Commit::Journal);
+    resumed("journal, resumed", Kind::File, Some(0), CommitMode::Journal, CommitMode::Journal);
 }
 
 #[test]
 fn journal_resumed_on_a_device() {
-    resumed("journal, device, resumed", Kind::Device, Some(0), Commit::Journal, Commit::Journal);
+    resumed("journal, device, resumed", Kind::Device, Some(0), CommitMode::Journal, CommitMode::Journal);
 }
 
 #[test]
 fn in_place_resumed() {
-    resumed("in place, resumed", Kind::File, Some(0), Commit::InPlace, Commit::InPlace);
+    resumed("in place, resumed", Kind::File, Some(0), CommitMode::InPlace, CommitMode::InPlace);
 }
 
 #[test]
 fn in_place_resumed_on_a_device() {
-    resumed("in place, device, resumed", Kind::Device, Some(0), Commit::InPlace, Commit::InPlace);
+    resumed("in place, device, resumed", Kind::Device, Some(0), CommitMode::InPlace, CommitMode::InPlace);
 }
 
 #[test]
 fn in_place_resumed_by_journal() {
-    resumed("in place, resumed by journal", Kind::File, Some(0), Commit::InPlace, Commit::Journal);
+    resumed("in place, resumed by journal", Kind::File, Some(0), CommitMode::InPlace, CommitMode::Journal);
 }
 
 #[test]
 fn journal_resumed_in_place() {
-    resumed("journal, resumed in place", Kind::File, Some(0), Commit::Journal, Commit::InPlace);
+    resumed("journal, resumed in place", Kind::File, Some(0), CommitMode::Journal, CommitMode::InPlace);
 }
 
 #[test]
 fn journal_resumed_by_reflink() {
-    resumed("journal, resumed by reflink", Kind::File, Some(0), Commit::Journal, Commit::Reflink);
+    resumed("journal, resumed by reflink", Kind::File, Some(0), CommitMode::Journal, CommitMode::Reflink);
 }
 
 #[test]
 fn reflink_resumed() {
-    resumed("reflink, resumed", Kind::File, Some(0), Commit::Reflink, Commit::Reflink);
+    resumed("reflink, resumed", Kind::File, Some(0), CommitMode::Reflink, CommitMode::Reflink);
 }
 
 #[test]
 fn seed_resumed() {
-    resumed("seed, resumed", Kind::File, None, Commit::Journal, Commit::Journal);
+    resumed("seed, resumed", Kind::File, None, CommitMode::Journal, CommitMode::Journal);
 }
 
 #[test]
 fn seed_of_a_device_resumed() {
-    resumed("seed, device, resumed", Kind::Device, None, Commit::Journal, Commit::Journal);
+    resumed("seed, device, resumed", Kind::Device, None, CommitMode::Journal, CommitMode::Journal);
 }
 
 /// A file brought by hand, proven by comparing.
 #[test]
 fn adopted() {
-    for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+    for commit in [CommitMode::Journal, CommitMode::InPlace, CommitMode::Reflink] {
         let source = source();
         let world = World::new(Kind::File);
         world.put(&source.images[0]);
@@ -525,12 +525,12 @@ fn what_was_compared_outlives_a_power_cut() {
             let written = disk.write_at(block * BLOCK, &source.images[1][place]);
             written.map_err(crate::error::io_error("write", &world.site()))?;
         }
-        let adopt = Options { adopt: true, ..Options::default() };
+        let adopt = ReplicaOptions { adopt: true, ..ReplicaOptions::default() };
         let mut replica = world.open_mortal_with(&machine, &steps, &adopt)?;
         let mut status = replica.status().clone();
         status.positions.iter_mut().for_each(|position| position.epoch = None);
         let delta = source.lacks(&status, Some(&content(&replica).unwrap_or_default()), 1);
-        merge(&mut replica, &delta, Commit::Journal).map(drop)
+        merge(&mut replica, &delta, CommitMode::Journal).map(drop)
     };
     let power = on();
     adopt(&start.fork(), &power).unwrap();
@@ -557,7 +557,7 @@ fn no_space_in_the_middle_of_a_merge() {
             let world = world.fork();
             world.room.store(blocks * BLOCK, SeqCst);
             let mut replica = world.open(&on()).unwrap();
-            let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
+            let error = merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap_err();
             assert!(matches!(error, ReplicaError::Full { .. }), "{error}");
             assert!(
                 !error.is_refusal() && error.to_string().contains("the next command completes"),
@@ -586,14 +586,14 @@ fn no_space_for_the_journal() {
         let power = on();
         let folder = testing::faulty::FaultyFolder::new(&power, &world.state()).unwrap();
         folder.full_after(bytes);
-        let mut replica = world.open_in(&power, Box::new(folder), &crate::Options::default()).unwrap();
-        let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
+        let mut replica = world.open_in(&power, Box::new(folder), &crate::ReplicaOptions::default()).unwrap();
+        let error = merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap_err();
         assert!(matches!(error, ReplicaError::Full { .. }), "{bytes}: {error}");
         assert!(world.holds(&source.images[0]));
         drop(replica);
         assert_eq!(world.names(), names, "{bytes}");
     }
-    sync(&world, &on(), &source, 1, Commit::Journal).unwrap();
+    sync(&world, &on(), &source, 1, CommitMode::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
 }
 
@@ -601,10 +601,10 @@ fn no_space_for_the_journal() {
 #[test]
 fn what_was_saved_is_gone_on_from() {
     for (kind, from, commit) in [
-        (Kind::File, None, Commit::Journal),
-        (Kind::Device, None, Commit::Journal),
-        (Kind::File, Some(0), Commit::InPlace),
-        (Kind::File, Some(0), Commit::Reflink),
+        (Kind::File, None, CommitMode::Journal),
+        (Kind::Device, None, CommitMode::Journal),
+        (Kind::File, Some(0), CommitMode::InPlace),
+        (Kind::File, Some(0), CommitMode::Reflink),
     ] {
         let source = source();
         let world = match from {
@@ -637,7 +637,7 @@ fn what_was_saved_is_gone_on_from() {
 
 /// The process is killed at a step, and the machine loses power while the next one recovers: what the first had not synced
 /// is lost only then.
-fn killed_then_cut(name: &str, from: Option<usize>, commit: Commit) {
+fn killed_then_cut(name: &str, from: Option<usize>, commit: CommitMode) {
     let source = source();
     let first = match from {
         Some(from) => replica_at(Kind::File, &source, from),
@@ -659,7 +659,7 @@ fn killed_then_cut(name: &str, from: Option<usize>, commit: Commit) {
         world: first,
         from,
         to: 1,
-        in_place: commit == Commit::InPlace,
+        in_place: commit == CommitMode::InPlace,
         commit,
         run: &|_, _| Ok(()),
     };
@@ -689,22 +689,22 @@ fn killed_then_cut(name: &str, from: Option<usize>, commit: Commit) {
 
 #[test]
 fn journal_killed_then_cut() {
-    killed_then_cut("journal, killed, then cut", Some(0), Commit::Journal);
+    killed_then_cut("journal, killed, then cut", Some(0), CommitMode::Journal);
 }
 
 #[test]
 fn in_place_killed_then_cut() {
-    killed_then_cut("in place, killed, then cut", Some(0), Commit::InPlace);
+    killed_then_cut("in place, killed, then cut", Some(0), CommitMode::InPlace);
 }
 
 #[test]
 fn reflink_killed_then_cut() {
-    killed_then_cut("reflink, killed, then cut", Some(0), Commit::Reflink);
+    killed_then_cut("reflink, killed, then cut", Some(0), CommitMode::Reflink);
 }
 
 #[test]
 fn seed_killed_then_cut() {
-    killed_then_cut("seed, killed, then cut", None, Commit::Journal);
+    killed_then_cut("seed, killed, then cut", None, CommitMode::Journal);
 }
 
 /// A sync fails, once: the system forgets what it could not write, and says so only that time. Nothing that was under way is
@@ -712,7 +712,7 @@ fn seed_killed_then_cut() {
 #[test]
 fn a_failed_sync_is_not_asked_again() {
     let source = source();
-    for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+    for commit in [CommitMode::Journal, CommitMode::InPlace, CommitMode::Reflink] {
         let first = replica_at(Kind::File, &source, 0);
         for number in 1.. {
             let world = first.fork();

@@ -8,9 +8,9 @@ use uuid::Uuid;
 use super::crash::OUTAGES;
 use super::world::*;
 use crate::state::lineage::Lineage;
-use crate::{Commit, Options, Position, Replica, ReplicaError, State, Status};
+use crate::{CommitMode, Position, Replica, ReplicaError, ReplicaOptions, State, Status};
 
-const MODES: [Commit; 3] = [Commit::Journal, Commit::InPlace, Commit::Reflink];
+const MODES: [CommitMode; 3] = [CommitMode::Journal, CommitMode::InPlace, CommitMode::Reflink];
 
 fn on() -> Power {
     Power::new(Outage::Kill)
@@ -22,12 +22,12 @@ fn source() -> Source {
 
 fn at(source: &Source, epoch: usize) -> World {
     let world = World::new(Kind::File);
-    merge(&mut world.open(&on()).unwrap(), &source.seed(epoch), Commit::Journal).unwrap();
+    merge(&mut world.open(&on()).unwrap(), &source.seed(epoch), CommitMode::Journal).unwrap();
     world
 }
 
 /// Merges what a byte stream brings, however damaged.
-fn merge_stream(replica: &mut Replica, bytes: &[u8], commit: Commit) -> Result<(), String> {
+fn merge_stream(replica: &mut Replica, bytes: &[u8], commit: CommitMode) -> Result<(), String> {
     let mut units = delta::Units::new(bytes);
     let header = units.next().map_err(|e| e.to_string())?.ok_or("empty")?;
     let mut receipt = replica.receive(header, commit).map_err(|e| e.to_string())?;
@@ -109,7 +109,7 @@ fn what_a_source_gave_up_before_it_grew_again_does_not_come_back() {
     let mut source = Source::new(3, &[16, 8, 16]);
     source.images[0][blocks(8..16)].fill(7);
     source.images[2][blocks(8..16)].fill(0);
-    for commit in [Commit::Journal, Commit::InPlace] {
+    for commit in [CommitMode::Journal, CommitMode::InPlace] {
         let world = at(&source, 0);
         let named = (0..8).collect();
         let cut_off = source.encode(&source.header(0, 1, Method::Tracked), 1, &named);
@@ -166,7 +166,7 @@ fn what_does_not_fit_is_refused() {
     refused(&world, "copies of another state", &rolling, "another state of it");
     // What is gone on from must be held exactly.
     let mut replica = world.open(&on()).unwrap();
-    receive_part(&mut replica, &source.tracked(1, 2), Commit::Journal, 2).unwrap();
+    receive_part(&mut replica, &source.tracked(1, 2), CommitMode::Journal, 2).unwrap();
     let held = replica.status().resumes.unwrap();
     drop(replica);
     for wrong in [
@@ -183,7 +183,8 @@ fn what_does_not_fit_is_refused() {
     }
     let power = on();
     let absent = World::new(Kind::File);
-    let error = merge(&mut absent.open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap_err();
+    let error =
+        merge(&mut absent.open(&power).unwrap(), &source.tracked(0, 1), CommitMode::Journal).unwrap_err();
     assert!(
         error.to_string().contains("does not exist yet, and the delta begins at 40: merge a whole"),
         "{error}"
@@ -192,7 +193,7 @@ fn what_does_not_fit_is_refused() {
     // A device that is too small.
     let device = World::new(Kind::Device);
     let large = Source::new(5, &[97]);
-    let error = merge(&mut device.open(&power).unwrap(), &large.seed(0), Commit::Journal).unwrap_err();
+    let error = merge(&mut device.open(&power).unwrap(), &large.seed(0), CommitMode::Journal).unwrap_err();
     assert!(error.to_string().contains("give a device at least that large"), "{error}");
     assert_eq!(device.raw().unwrap(), vec![0; CAPACITY as usize]);
 }
@@ -227,7 +228,7 @@ fn damaged_deltas_are_refused() {
             drop(replica);
             let mut replica = world.open(&on()).unwrap();
             match replica.status().state {
-                State::Incomplete => assert!(before.is_none() || commit == Commit::InPlace, "{what}"),
+                State::Incomplete => assert!(before.is_none() || commit == CommitMode::InPlace, "{what}"),
                 _ => assert_eq!(world.raw(), before, "{what}"),
             }
             let again = source.lacks(replica.status(), None, 1);
@@ -244,7 +245,7 @@ fn units_after_the_end_are_refused() {
     let mut replica = world.open(&on()).unwrap();
     let mut all = units(&source.tracked(0, 1));
     let trailer = units(&source.tracked(0, 1)).pop().unwrap();
-    let mut receipt = replica.receive(all.remove(0), Commit::Journal).unwrap();
+    let mut receipt = replica.receive(all.remove(0), CommitMode::Journal).unwrap();
     for unit in all {
         receipt.unit(unit).unwrap();
     }
@@ -256,7 +257,7 @@ fn foreign_writes_are_noticed_and_adopted() {
     let source = source();
     for kind in [Kind::File, Kind::Device] {
         let world = World::new(kind);
-        merge(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+        merge(&mut world.open(&on()).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
         world.tamper(if kind == Kind::Device { 1100 } else { 17 * BLOCK }, 99);
         let error = world.open(&on()).err().unwrap();
         assert!(error.is_refusal() && error.to_string().contains("--adopt"), "{error}");
@@ -267,15 +268,15 @@ fn foreign_writes_are_noticed_and_adopted() {
         assert_eq!((status.source, status.epoch, status.size), (None, None, size));
         assert_eq!(status.positions, [Position { epoch: None, upto: size }]);
         // Only a compare can prove it.
-        let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
+        let error = merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap_err();
         assert!(matches!(error, ReplicaError::WrongEpoch { .. }), "{error}");
         let mut header = source.header(1, 1, Method::Copy);
         header.binds = Some(status.nonce);
         let error =
-            merge(&mut replica, &source.encode(&header, 1, &[1].into()), Commit::Journal).unwrap_err();
+            merge(&mut replica, &source.encode(&header, 1, &[1].into()), CommitMode::Journal).unwrap_err();
         assert!(error.to_string().contains("not compared to the end"), "{error}");
         let delta = source.lacks(&status, world.raw().as_deref(), 1);
-        merge(&mut replica, &delta, Commit::Journal).unwrap();
+        merge(&mut replica, &delta, CommitMode::Journal).unwrap();
         assert!(world.holds(&source.images[1]));
         drop(replica);
         assert_eq!(world.open(&on()).unwrap().status().epoch, Some(source.epochs[1]));
@@ -297,7 +298,7 @@ fn an_adoption_in_place_that_was_cut_off_is_finished_by_passes_too() {
     {
         let mut replica = adopt();
         let delta = source.lacks(&replica.status().clone(), world.raw().as_deref(), 1);
-        receive_part(&mut replica, &delta, Commit::InPlace, 1).unwrap();
+        receive_part(&mut replica, &delta, CommitMode::InPlace, 1).unwrap();
     }
     let mut replica = world.open(&on()).unwrap();
     let status = replica.status().clone();
@@ -307,7 +308,7 @@ fn an_adoption_in_place_that_was_cut_off_is_finished_by_passes_too() {
     (header.size_before, header.binds) = (status.size, Some(status.nonce));
     let every = (0..source.size(1) / BLOCK).collect();
     let mut pass = units(&source.encode(&header, 1, &every)).into_iter();
-    let mut receipt = replica.receive(pass.next().unwrap(), Commit::Journal).unwrap();
+    let mut receipt = replica.receive(pass.next().unwrap(), CommitMode::Journal).unwrap();
     for unit in pass.filter(|unit| unit.kind != delta::UnitKind::Trailer) {
         receipt.unit(unit).unwrap();
     }
@@ -316,7 +317,7 @@ fn an_adoption_in_place_that_was_cut_off_is_finished_by_passes_too() {
     let mut replica = world.open(&on()).unwrap();
     let status = replica.status().clone();
     assert_eq!(status.positions, [Position { epoch: Some(source.epochs[1]), upto: source.size(1) }]);
-    merge(&mut replica, &source.lacks(&status, None, 2), Commit::Journal).unwrap();
+    merge(&mut replica, &source.lacks(&status, None, 2), CommitMode::Journal).unwrap();
     assert!(world.holds(&source.images[2]));
 }
 
@@ -325,9 +326,9 @@ fn an_adoption_in_place_that_was_cut_off_is_finished_by_passes_too() {
 fn what_others_changed_can_be_doubted() {
     let source = source();
     for kind in [Kind::File, Kind::Device] {
-        for commit in [Commit::Journal, Commit::InPlace] {
+        for commit in [CommitMode::Journal, CommitMode::InPlace] {
             let world = World::new(kind);
-            merge(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+            merge(&mut world.open(&on()).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
             assert_eq!(world.open_doubting(&on()).unwrap().status().changed, None);
             world.tamper(if kind == Kind::Device { 1100 } else { 17 * BLOCK }, 99);
             let mut replica = world.open_doubting(&on()).unwrap();
@@ -374,19 +375,19 @@ fn a_replica_can_be_adopted_by_another_source() {
 fn a_removed_replica_is_made_anew() {
     let source = source();
     let world = at(&source, 0);
-    receive_part(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), Commit::Journal, 2).unwrap();
+    receive_part(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), CommitMode::Journal, 2).unwrap();
     world.remove();
     let mut replica = world.open(&on()).unwrap();
     assert!(replica.status().recovered.as_ref().unwrap().contains("is gone"));
     assert!(replica.status().positions.is_empty() && replica.status().resumes.is_none());
     // Not without a word: it may come back.
-    let refused = merge(&mut replica, &source.seed(1), Commit::Journal).unwrap_err();
+    let refused = merge(&mut replica, &source.seed(1), CommitMode::Journal).unwrap_err();
     assert!(matches!(refused, ReplicaError::Away(_)), "{refused}");
     drop(replica);
-    let options = Options { create: true, ..Options::default() };
+    let options = ReplicaOptions { create: true, ..ReplicaOptions::default() };
     let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
     let mut replica = world.open_in(&on(), Box::new(folder), &options).unwrap();
-    merge(&mut replica, &source.seed(1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(1), CommitMode::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
     drop(replica);
     assert_eq!(world.open(&on()).unwrap().status().state, State::Exact);
@@ -400,24 +401,24 @@ fn a_seed_replaces_only_where_it_is_told_to() {
     assert!(matches!(world.open(&on()), Err(ReplicaError::NotAReplica(_))));
     // Cut off, gone on from, finished: the old file stays to the end.
     let mut replica = world.open_with(&on(), false, true).unwrap();
-    receive_part(&mut replica, &source.seed(0), Commit::Journal, 2).unwrap();
+    receive_part(&mut replica, &source.seed(0), CommitMode::Journal, 2).unwrap();
     drop(replica);
     assert_eq!(world.raw().unwrap(), b"precious");
     let mut replica = world.open(&on()).unwrap();
     assert!(replica.status().under_way());
     let delta = source.lacks(replica.status(), None, 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
     // A file that appears beside a seed under way is nobody's to overwrite.
     let world = World::new(Kind::File);
-    receive_part(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal, 2).unwrap();
+    receive_part(&mut world.open(&on()).unwrap(), &source.seed(0), CommitMode::Journal, 2).unwrap();
     world.put(b"precious");
     assert!(matches!(world.open(&on()), Err(ReplicaError::NotAReplica(_))));
     world.remove();
     let mut replica = world.open(&on()).unwrap();
     let delta = source.lacks(replica.status(), None, 0);
     world.put(b"precious");
-    assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::NotAReplica(_))));
+    assert!(matches!(merge(&mut replica, &delta, CommitMode::Journal), Err(ReplicaError::NotAReplica(_))));
     assert_eq!(world.raw().unwrap(), b"precious");
 }
 
@@ -428,7 +429,7 @@ fn what_lies_at_the_partial_name_is_not_touched() {
     world.put(b"not ours");
     std::fs::rename(world.site().join("vm.raw"), world.site().join("vm.raw.partial")).unwrap();
     let mut replica = world.open(&on()).unwrap();
-    let error = merge(&mut replica, &source.seed(0), Commit::Journal).unwrap_err();
+    let error = merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap_err();
     assert!(
         matches!(&error, ReplicaError::PartialTaken(path) if path.ends_with("vm.raw.partial")),
         "{error}"
@@ -442,9 +443,9 @@ fn a_fuzzy_copy_becomes_exact() {
     let mut header = source.header(0, 0, Method::Copy);
     header.fuzzy = true;
     let mut replica = world.open(&on()).unwrap();
-    merge(&mut replica, &source.encode(&header, 0, &source.allocated(0)), Commit::Journal).unwrap();
+    merge(&mut replica, &source.encode(&header, 0, &source.allocated(0)), CommitMode::Journal).unwrap();
     assert_eq!(replica.status().state, State::Fuzzy);
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     assert_eq!(replica.status().state, State::Exact);
 }
 
@@ -453,7 +454,7 @@ fn a_fuzzy_copy_becomes_exact() {
 fn another_device_is_refused() {
     let source = source();
     let world = World::new(Kind::Device);
-    merge(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut world.open(&on()).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
     world.soil();
     assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
 }
@@ -464,7 +465,7 @@ fn a_damaged_journal_is_not_merged() {
     let source = source();
     let world = at(&source, 0);
     world.room.store(2 * BLOCK, std::sync::atomic::Ordering::SeqCst);
-    merge(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap_err();
+    merge(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), CommitMode::Journal).unwrap_err();
     world.room.store(u64::MAX, std::sync::atomic::Ordering::SeqCst);
     let journal = world.state().join("journal-whole");
     let mut bytes = std::fs::read(&journal).unwrap();
@@ -478,7 +479,7 @@ fn a_damaged_journal_is_not_merged() {
     );
     let mut replica = world.open_with(&on(), true, false).unwrap();
     let delta = source.lacks(replica.status(), world.raw().as_deref(), 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
 }
 
@@ -493,7 +494,7 @@ fn a_bound_delta_fits_once() {
         status.toward = Some(source.epochs[1]);
         let delta = source.lacks(&status, None, 1);
         receive_part(&mut replica, &delta, commit, 2).unwrap();
-        if commit == Commit::InPlace {
+        if commit == CommitMode::InPlace {
             let error = merge(&mut replica, &delta, commit).unwrap_err();
             assert!(error.to_string().contains("another state of it"), "{error}");
         }
@@ -510,7 +511,7 @@ fn a_bound_delta_fits_once() {
 fn another_file_at_the_partial_name_is_noticed() {
     let source = source();
     let world = World::new(Kind::File);
-    receive_part(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal, 3).unwrap();
+    receive_part(&mut world.open(&on()).unwrap(), &source.seed(0), CommitMode::Journal, 3).unwrap();
     let partial = world.site().join("vm.raw.partial");
     let ours = std::fs::read(&partial).unwrap();
     world.put(&ours[4096..]);
@@ -519,7 +520,7 @@ fn another_file_at_the_partial_name_is_noticed() {
     let mut replica = world.open(&on()).unwrap();
     assert!(replica.status().positions.is_empty());
     let delta = source.lacks(replica.status(), None, 0);
-    let error = merge(&mut replica, &delta, Commit::Journal).unwrap_err();
+    let error = merge(&mut replica, &delta, CommitMode::Journal).unwrap_err();
     assert!(matches!(error, ReplicaError::PartialTaken(_)), "{error}");
     assert_eq!(std::fs::read(&partial).unwrap(), theirs);
 }
@@ -533,7 +534,7 @@ fn a_part_beyond_the_final_end_is_merged() {
         let mut replica = world.open(&on()).unwrap();
         let delta = source.tracked(0, 1);
         let frames = units(&delta).len() - 2;
-        receive_part(&mut replica, &delta, Commit::Journal, frames).unwrap();
+        receive_part(&mut replica, &delta, CommitMode::Journal, frames).unwrap();
         assert!(replica.status().positions[0].upto > source.size(2));
         let rest = source.lacks(replica.status(), None, 2);
         merge(&mut replica, &rest, then).unwrap();
@@ -548,14 +549,14 @@ fn a_write_beside_a_reflink_commit_is_noticed() {
     let world = at(&source, 0);
     let power = on();
     let whole = world.fork();
-    merge(&mut whole.open(&power).unwrap(), &source.tracked(0, 1), Commit::Reflink).unwrap();
+    merge(&mut whole.open(&power).unwrap(), &source.tracked(0, 1), CommitMode::Reflink).unwrap();
     let steps = power.steps();
     // The process is killed at any step, and somebody writes then.
     for step in 1..=steps {
         let (world, power) = (world.fork(), on());
         power.cut_at(step);
         if let Ok(mut replica) = world.open(&power) {
-            let _ = merge(&mut replica, &source.tracked(0, 1), Commit::Reflink);
+            let _ = merge(&mut replica, &source.tracked(0, 1), CommitMode::Reflink);
         }
         let put = world.raw().unwrap() != source.images[0];
         world.tamper(17 * BLOCK, 99);
@@ -571,7 +572,7 @@ fn a_write_beside_a_reflink_commit_is_noticed() {
     // The process lives on.
     let mut replica = world.open(&on()).unwrap();
     let mut units = units(&source.tracked(0, 1)).into_iter();
-    let mut receipt = replica.receive(units.next().unwrap(), Commit::Reflink).unwrap();
+    let mut receipt = replica.receive(units.next().unwrap(), CommitMode::Reflink).unwrap();
     units.for_each(|unit| receipt.unit(unit).unwrap());
     world.tamper(17 * BLOCK, 99);
     let found = world.raw();
@@ -590,7 +591,7 @@ fn a_write_before_a_clone_is_noticed() {
     let header = units(&source.tracked(0, 1)).remove(0);
     world.tamper(17 * BLOCK, 99);
     let (found, names) = (world.raw(), world.names());
-    assert!(matches!(replica.receive(header, Commit::Reflink).err(), Some(ReplicaError::Changed { .. })));
+    assert!(matches!(replica.receive(header, CommitMode::Reflink).err(), Some(ReplicaError::Changed { .. })));
     assert_eq!((world.raw(), world.names()), (found, names));
 }
 
@@ -604,12 +605,12 @@ fn a_clone_that_is_dropped_covers_no_foreign_write() {
         let mut replica = world.open(&power).unwrap();
         let delta = source.tracked(0, 1);
         let mut units = units(&delta).into_iter();
-        let mut receipt = replica.receive(units.next().unwrap(), Commit::Reflink).unwrap();
+        let mut receipt = replica.receive(units.next().unwrap(), CommitMode::Reflink).unwrap();
         world.tamper(17 * BLOCK, 99);
         power.fail_at(power.steps() + failing, 1, 5);
         let _ = units.try_for_each(|unit| receipt.unit(unit));
         let _ = receipt.keep();
-        for commit in [Commit::Reflink, Commit::Journal] {
+        for commit in [CommitMode::Reflink, CommitMode::Journal] {
             let merged = merge(&mut replica, &delta, commit);
             assert!(merged.is_err(), "step {failing} of a commit failed, then {commit:?}");
         }
@@ -622,7 +623,7 @@ fn adopt(source: &Source, replica: &mut Replica, units: usize) -> crate::Result<
     status.positions.iter_mut().for_each(|position| position.epoch = None);
     replica.content()?;
     let delta = source.lacks(&status, Some(&content(replica).unwrap_or_default()), 1);
-    receive_part(replica, &delta, Commit::Journal, units)
+    receive_part(replica, &delta, CommitMode::Journal, units)
 }
 
 /// An adoption that comes to nothing changes nothing, or leaves what was half merged unproven.
@@ -630,16 +631,16 @@ fn adopt(source: &Source, replica: &mut Replica, units: usize) -> crate::Result<
 fn an_adoption_given_up_leaves_no_half_merged_replica() {
     let source = source();
     let start = World::new(Kind::Device);
-    merge(&mut start.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut start.open(&on()).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
     let power = on();
-    merge(&mut start.fork().open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut start.fork().open(&power).unwrap(), &source.tracked(0, 1), CommitMode::Journal).unwrap();
     let mut unproven = 0;
     for (step, received) in (1..=power.steps()).flat_map(|step| [(step, false), (step, true)]) {
         let (world, power) = (start.fork(), on());
         power.cut_at(step);
         let _ = world
             .open(&power)
-            .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), Commit::Journal));
+            .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal));
         let mut replica = world.open_with(&on(), true, false).unwrap();
         if received {
             adopt(&source, &mut replica, 1).unwrap();
@@ -665,7 +666,7 @@ fn a_journal_from_before_an_adoption_is_not_merged() {
     let blocks = start.raw().unwrap().len() as u64 / BLOCK;
     let others = (0..blocks).find(|block| !source.changed(0, 1).contains(block)).unwrap();
     let power = on();
-    merge(&mut start.fork().open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut start.fork().open(&power).unwrap(), &source.tracked(0, 1), CommitMode::Journal).unwrap();
     let mut unproven = 0;
     for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
         for (step, after) in (1..=power.steps()).flat_map(|step| (1..14).map(move |after| (step, after))) {
@@ -673,7 +674,7 @@ fn a_journal_from_before_an_adoption_is_not_merged() {
             power.cut_at(step);
             let _ = world
                 .open(&power)
-                .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), Commit::Journal));
+                .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal));
             world.tamper(others * BLOCK, 99);
             let power = Power::new(outage);
             power.cut_at(after);
@@ -700,11 +701,11 @@ fn a_journal_that_was_merged_covers_no_foreign_write() {
     let mut replica = world.open(&power).unwrap();
     let already = power.steps();
     let other = world.fork();
-    merge(&mut other.open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut other.open(&power).unwrap(), &source.tracked(0, 1), CommitMode::Journal).unwrap();
     // Opening took a step too; the last of all is the removal.
     let steps = power.steps() - already - 1;
     power.cut_at(power.steps() + steps);
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap_err();
     drop(replica);
     assert!(world.names().contains(&"journal-whole".to_owned()));
     world.fork().open(&on()).unwrap();
@@ -717,7 +718,7 @@ fn a_journal_that_was_merged_covers_no_foreign_write() {
 fn a_part_that_does_not_fit_is_dropped() {
     let source = source();
     let (old, new) = (at(&source, 1), at(&source, 3));
-    receive_part(&mut old.open(&on()).unwrap(), &source.tracked(1, 2), Commit::Journal, 2).unwrap();
+    receive_part(&mut old.open(&on()).unwrap(), &source.tracked(1, 2), CommitMode::Journal, 2).unwrap();
     assert!(old.open(&on()).unwrap().status().resumes.is_some());
     std::fs::copy(old.state().join("journal"), new.state().join("journal")).unwrap();
     let replica = new.open(&on()).unwrap();
@@ -730,7 +731,7 @@ fn a_part_that_does_not_fit_is_dropped() {
 fn a_damaged_part_counts_up_to_the_damage() {
     let source = source();
     let world = at(&source, 0);
-    receive_part(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), Commit::Journal, 4).unwrap();
+    receive_part(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), CommitMode::Journal, 4).unwrap();
     let held = world.open(&on()).unwrap().status().resumes.unwrap();
     let journal = world.state().join("journal");
     let mut bytes = std::fs::read(&journal).unwrap();
@@ -740,6 +741,6 @@ fn a_damaged_part_counts_up_to_the_damage() {
     let mut replica = world.open(&on()).unwrap();
     assert_eq!(replica.status().resumes.unwrap().frames, held.frames - 1);
     let rest = source.lacks(replica.status(), None, 2);
-    merge(&mut replica, &rest, Commit::Journal).unwrap();
+    merge(&mut replica, &rest, CommitMode::Journal).unwrap();
     assert!(world.holds(&source.images[2]));
 }

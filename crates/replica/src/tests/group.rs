@@ -14,7 +14,9 @@ use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
 use crate::group::past::GroupMoment;
 use crate::past::commits::PastCommits;
-use crate::{Commit, Group, Intent, Keep, Member, Membership, Options, Replica, ReplicaError, State};
+use crate::{
+    CommitMode, Group, Intent, Keep, Member, Replica, ReplicaError, ReplicaMembership, ReplicaOptions, State,
+};
 
 /// Two replicas of two sources, and the folder of their group.
 struct Pair {
@@ -32,8 +34,8 @@ fn cut(number: u64) -> Epoch {
     Epoch { number, id: Uuid::from_u128(number.into()) }
 }
 
-fn membership() -> Membership {
-    Membership { name: "db".into(), folder: None }
+fn membership() -> ReplicaMembership {
+    ReplicaMembership { name: "db".into(), folder: None }
 }
 
 impl Pair {
@@ -63,7 +65,7 @@ impl Pair {
     fn open_one(&self, at: usize, power: &Power, group: bool) -> crate::Result<Replica> {
         let folder = FaultyFolder::new(power, &self.worlds[at].state()).unwrap();
         let keep = self.keep.clone();
-        let options = Options { group: group.then(membership), keep, ..Options::default() };
+        let options = ReplicaOptions { group: group.then(membership), keep, ..ReplicaOptions::default() };
         self.worlds[at].open_in(power, Box::new(folder), &options)
     }
 
@@ -139,7 +141,7 @@ impl Pair {
 
 fn prepare(replica: &mut Replica, bytes: &[u8]) -> crate::Result<()> {
     let mut units = units(bytes).into_iter();
-    let mut receipt = replica.receive(units.next().expect("a header"), Commit::Journal)?;
+    let mut receipt = replica.receive(units.next().expect("a header"), CommitMode::Journal)?;
     for unit in units {
         receipt.unit(unit)?;
     }
@@ -287,20 +289,20 @@ fn a_member_takes_nothing_by_itself_while_its_source_is_in_the_group() {
     let delta = sources[0].tracked(1, 2);
     let mut replica = pair.open_one(0, &power, false).unwrap();
     assert_eq!(replica.status().group.as_deref(), Some("db"));
-    let refused = merge(&mut replica, &delta, Commit::Journal);
+    let refused = merge(&mut replica, &delta, CommitMode::Journal);
     assert!(matches!(&refused, Err(ReplicaError::InGroup { group, .. }) if group == "db"), "{refused:?}");
     assert!(matches!(replica.batches().err(), Some(ReplicaError::InGroup { .. })));
     drop(replica);
     // With its group, it is not committed alone either.
     let mut replica = pair.open_one(0, &power, true).unwrap();
-    assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::InGroup { .. })));
+    assert!(matches!(merge(&mut replica, &delta, CommitMode::Journal), Err(ReplicaError::InGroup { .. })));
     drop(replica);
     assert_eq!(pair.stand(&sources, [0, 1], "refused"), [1, 1]);
     let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
-    let options = Options { term: 1, ..Options::default() };
+    let options = ReplicaOptions { term: 1, ..ReplicaOptions::default() };
     let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
     let delta = sources[0].lacks(replica.status(), None, 2);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     assert_eq!(replica.status().group, None);
     drop(replica);
     assert_eq!(pair.stand(&sources, [0, 1], "left"), [2, 1]);
@@ -348,10 +350,10 @@ fn a_missing_folder_of_the_group_is_no_answer() {
         "{refused:?}"
     );
     let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
-    let options = Options { adopt: true, term: 1, ..Options::default() };
+    let options = ReplicaOptions { adopt: true, term: 1, ..ReplicaOptions::default() };
     let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
     let delta = sources[0].lacks(replica.status(), content(&replica).as_deref(), 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     assert_eq!(replica.status().epoch, Some(sources[0].epochs[1]));
 }
 
@@ -484,10 +486,10 @@ fn a_member_that_lost_its_commit_is_found() {
         assert!(matches!(refused, Some(ReplicaError::Damaged { .. })), "step {step}: {refused:?}");
         // Its user may have all of it compared.
         let folder = FaultyFolder::new(&power, &pair.worlds[1].state()).unwrap();
-        let options = Options { adopt: true, term: 1, ..Options::default() };
+        let options = ReplicaOptions { adopt: true, term: 1, ..ReplicaOptions::default() };
         let mut replica = pair.worlds[1].open_in(&power, Box::new(folder), &options).unwrap();
         let delta = sources[1].lacks(replica.status(), content(&replica).as_deref(), 1);
-        merge(&mut replica, &delta, Commit::Journal).unwrap();
+        merge(&mut replica, &delta, CommitMode::Journal).unwrap();
         assert_eq!(replica.status().epoch, Some(sources[1].epochs[1]));
     }
     assert!(found > 0);
@@ -500,7 +502,7 @@ fn a_part_of_a_delta_needs_no_group() {
     let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
     let power = on();
     let (group, mut replicas) = pair.open(&power).unwrap();
-    receive_part(&mut replicas[0], &sources[0].tracked(0, 1), Commit::Journal, 2).unwrap();
+    receive_part(&mut replicas[0], &sources[0].tracked(0, 1), CommitMode::Journal, 2).unwrap();
     assert!(replicas[0].status().resumes.is_some());
     drop((group, replicas));
     *pair.worlds[0].group.lock().unwrap() = None;
@@ -571,7 +573,7 @@ fn a_promotion_that_has_ended_is_not_completed_again() {
     for (at, source) in sources.iter().enumerate() {
         let world = &pair.worlds[at];
         let folder = FaultyFolder::new(&power, &world.state()).unwrap();
-        let options = Options { adopt: true, ..Options::default() };
+        let options = ReplicaOptions { adopt: true, ..ReplicaOptions::default() };
         let mut replica = world.open_in(&power, Box::new(folder), &options).unwrap();
         let demotion = crate::Demotion {
             source: source.id,
@@ -590,7 +592,7 @@ fn a_promotion_that_has_ended_is_not_completed_again() {
         pair.begin(&power);
         let open = |at: usize| {
             let folder = FaultyFolder::new(&power, &pair.worlds[at].state()).unwrap();
-            let options = Options { group: Some(membership()), term, ..Options::default() };
+            let options = ReplicaOptions { group: Some(membership()), term, ..ReplicaOptions::default() };
             pair.worlds[at].open_in(&power, Box::new(folder), &options).unwrap()
         };
         let mut replicas = [open(0), open(1)];

@@ -10,7 +10,7 @@ use super::batches;
 use super::crash::{OUTAGES, on, replica_at};
 use super::past::assert_ahead;
 use super::world::*;
-use crate::{Commit, Keep, Replica, State};
+use crate::{CommitMode, Keep, Replica, State};
 
 fn last(last: u64) -> Keep {
     Keep { last, bytes: Some(u64::MAX), ..Keep::default() }
@@ -50,7 +50,7 @@ pub(super) fn check(source: &Source, world: &World, what: &str) {
     let mut replica = other.open(&on()).unwrap();
     let end = source.images.len() - 1;
     let delta = source.lacks(replica.status(), content(&replica).as_deref(), end);
-    merge(&mut replica, &delta, Commit::Journal).unwrap_or_else(|e| panic!("{what}: next sync: {e}"));
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap_or_else(|e| panic!("{what}: next sync: {e}"));
     drop(replica);
     assert!(other.holds(&source.images[end]), "{what}: LOST: the next sync does not make it the last epoch");
 }
@@ -79,7 +79,7 @@ impl Life {
         };
         let keep = if dice.coin() { last(100) } else { last(1 + dice.below(3)) };
         let world = World::new(kind);
-        merge(&mut world.open_keeping(&on(), &keep).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+        merge(&mut world.open_keeping(&on(), &keep).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
         Life { source, world, keep, mirrors, dice, trace: format!("DSYNC_SEED={seed} {kind:?}") }
     }
 
@@ -146,7 +146,7 @@ impl Life {
         let drawn = if self.mirrors { self.dice.pick(&[4, 7, 7]) } else { self.dice.index(8) };
         let to = known.chain([drawn]).max().unwrap_or(drawn);
         let clones = self.world.kind == Kind::File && self.dice.coin();
-        let commit = if clones { Commit::Reflink } else { Commit::Journal };
+        let commit = if clones { CommitMode::Reflink } else { CommitMode::Journal };
         if self.dice.one_in(4) {
             self.source.cannot_read([self.dice.below(30), self.dice.below(30)]);
             self.trace += " with unreadable blocks";
@@ -214,9 +214,9 @@ fn no_moment_leads_back_to_what_was_repaired() {
     let source = Source::new(77, &[40; 4]);
     let start = World::new(Kind::Device);
     let mut replica = start.open_keeping(&on(), &last(100)).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     for at in 0..3 {
-        merge(&mut replica, &source.tracked(at, at + 1), Commit::Journal).unwrap();
+        merge(&mut replica, &source.tracked(at, at + 1), CommitMode::Journal).unwrap();
     }
     drop(replica);
     let block = (0..40).find(|block| !source.changed(0, 3).contains(block)).unwrap();
@@ -228,7 +228,7 @@ fn no_moment_leads_back_to_what_was_repaired() {
         (header.binds, header.partial) = (Some(replica.status().nonce), true);
         let delta = source.encode(&header, 3, &[block].into());
         let mut units = units(&delta).into_iter();
-        let mut receiver = replica.receive(units.next().unwrap(), Commit::Journal).unwrap();
+        let mut receiver = replica.receive(units.next().unwrap(), CommitMode::Journal).unwrap();
         units.for_each(|unit| receiver.unit(unit).unwrap());
         match finishes {
             true => receiver.finish().map(drop).unwrap(),

@@ -16,7 +16,7 @@ use super::crash::{on, replica_at};
 use super::world::*;
 use crate::journal::{self, WHOLE};
 use crate::past::views::give_way;
-use crate::{Commit, Keep, Options, Replica, ReplicaError};
+use crate::{CommitMode, Keep, Replica, ReplicaError, ReplicaOptions};
 
 /// How a file of a folder fails.
 #[derive(Clone, Copy)]
@@ -93,7 +93,7 @@ impl StateFile for Unreadable {
 
 fn open(world: &World, names: &'static str, fault: Fault, adopt: bool) -> crate::Result<Replica> {
     let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
-    let options = Options { adopt, ..Options::default() };
+    let options = ReplicaOptions { adopt, ..ReplicaOptions::default() };
     world.open_in(&on(), Box::new(Failing { folder, names, fault }), &options)
 }
 
@@ -112,7 +112,7 @@ fn a_log_that_cannot_be_opened_costs_its_reader_and_no_commit() {
         let world = shown(&source);
         let reader = world.reader(None).unwrap().expect("it rests");
         let mut replica = open(&world, "view-", Fault::Opening(errno), false).unwrap();
-        merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+        merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
         assert!(world.holds(&source.images[1]));
         assert!(reader.lost().is_some(), "error {errno}: the reader is not told");
         let mut bytes = vec![0; reader.len() as usize];
@@ -157,10 +157,10 @@ fn a_rewind_leads_back_to_the_lives_of_its_moment() {
     let source = Source::new(3, &[40, 40, 40]);
     let world = World::new(Kind::File);
     let keep = Some(Keep { last: 5, bytes: Some(u64::MAX), ..Keep::default() });
-    let options = Options { term: 2, keep, ..Options::default() };
+    let options = ReplicaOptions { term: 2, keep, ..ReplicaOptions::default() };
     let folder = || Box::new(FaultyFolder::new(&on(), &world.state()).unwrap());
     let mut replica = world.open_in(&on(), folder(), &options).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     // It takes over at its first epoch; the delta names the last life only.
     let whole = source.lives(0).and(Uuid::from_u128(2)).reaching(Point::number(source.epochs[1].number, 0));
     let status = replica.status().clone();
@@ -170,7 +170,7 @@ fn a_rewind_leads_back_to_the_lives_of_its_moment() {
         ..source.header(0, 1, Method::Tracked)
     };
     let tracked = source.encode(&header, 1, &source.changed(0, 1));
-    merge(&mut replica, &tracked, Commit::Journal).unwrap();
+    merge(&mut replica, &tracked, CommitMode::Journal).unwrap();
     assert_eq!(replica.lineage().role.lives, whole);
     drop(replica);
     let mut replica = world.open(&on()).unwrap();
@@ -192,7 +192,7 @@ fn a_journal_that_cannot_be_read_is_an_error() {
         power.cut_at(step);
         let killed = world
             .open(&power)
-            .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), Commit::Journal));
+            .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal));
         assert!(killed.is_err(), "it was never sealed");
         world
     };

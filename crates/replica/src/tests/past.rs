@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use super::batches::{self, EPOCH, LAST, Sent};
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{Commit, Keep, Moment, Options, Replica, ReplicaError, Result, Span, State};
+use crate::{CommitMode, Keep, Moment, Replica, ReplicaError, ReplicaOptions, Result, Span, State};
 
 fn last(last: u64) -> Keep {
     Keep { last, bytes: Some(u64::MAX), ..Keep::default() }
@@ -20,10 +20,10 @@ fn source() -> Source {
 }
 
 /// Commits the epochs up to this one, one by one, with what is kept.
-fn replica_after(kind: Kind, source: &Source, upto: usize, keep: &Keep, commit: Commit) -> World {
+fn replica_after(kind: Kind, source: &Source, upto: usize, keep: &Keep, commit: CommitMode) -> World {
     let world = World::new(kind);
     let mut replica = world.open_keeping(&on(), keep).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     for to in 1..=upto {
         merge(&mut replica, &source.tracked(to - 1, to), commit).unwrap();
     }
@@ -92,9 +92,11 @@ pub(super) fn assert_ahead(source: &Source, world: &World, replica: &Replica, im
 #[test]
 fn every_moment_is_what_the_source_was() {
     let source = source();
-    for (kind, commit) in
-        [(Kind::File, Commit::Journal), (Kind::File, Commit::Reflink), (Kind::Device, Commit::Journal)]
-    {
+    for (kind, commit) in [
+        (Kind::File, CommitMode::Journal),
+        (Kind::File, CommitMode::Reflink),
+        (Kind::Device, CommitMode::Journal),
+    ] {
         let what = format!("{kind:?} {commit:?}");
         let world = replica_after(kind, &source, 7, &last(100), commit);
         assert_eq!(assert_moments(&source, &world, &what), (0..7).collect::<Vec<_>>(), "{what}");
@@ -106,18 +108,19 @@ fn nothing_is_kept_unasked() {
     let source = source();
     let world = World::new(Kind::File);
     let mut replica = world.open(&on()).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     assert!(replica.history().unwrap().moments.is_empty());
     assert_eq!(world.names(), ["lineage", "vm.raw"]);
     // It is kept on by commands that do not say so, until one says otherwise.
     drop(replica);
-    merge(&mut world.open_keeping(&on(), &last(9)).unwrap(), &source.tracked(1, 2), Commit::Journal).unwrap();
-    merge(&mut world.open(&on()).unwrap(), &source.tracked(2, 3), Commit::Journal).unwrap();
+    merge(&mut world.open_keeping(&on(), &last(9)).unwrap(), &source.tracked(1, 2), CommitMode::Journal)
+        .unwrap();
+    merge(&mut world.open(&on()).unwrap(), &source.tracked(2, 3), CommitMode::Journal).unwrap();
     assert_eq!(assert_moments(&source, &world, "kept on"), [1, 2]);
     let mut replica = world.open_keeping(&on(), &Keep::default()).unwrap();
     assert_eq!(replica.history().unwrap().moments.len(), 2, "opening changes nothing");
-    merge(&mut replica, &source.tracked(3, 4), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(3, 4), CommitMode::Journal).unwrap();
     assert!(replica.history().unwrap().moments.is_empty());
     assert_eq!(world.names(), ["lineage", "vm.raw"]);
 }
@@ -126,7 +129,7 @@ fn nothing_is_kept_unasked() {
 fn after_a_rewind_the_replica_goes_on_and_the_way_forth_remains() {
     let source = source();
     for kind in [Kind::File, Kind::Device] {
-        let world = replica_after(kind, &source, 5, &last(100), Commit::Journal);
+        let world = replica_after(kind, &source, 5, &last(100), CommitMode::Journal);
         let mut replica = world.open(&on()).unwrap();
         let moments = replica.history().unwrap().moments;
         let to = |epoch: usize| moments.iter().find(|m| m.epoch == source.epochs[epoch]).unwrap().state;
@@ -146,7 +149,7 @@ fn after_a_rewind_the_replica_goes_on_and_the_way_forth_remains() {
         assert_eq!(assert_moments(&source, &again, "forth"), [0, 1, 2, 3, 4]);
         // The next sync goes on by the changes since the epoch.
         let mut replica = world.open(&on()).unwrap();
-        merge(&mut replica, &source.tracked(2, 6), Commit::Journal).unwrap();
+        merge(&mut replica, &source.tracked(2, 6), CommitMode::Journal).unwrap();
         assert_eq!(assert_exact(&source, &world, &replica, "after it"), 6);
         drop(replica);
         assert_eq!(assert_moments(&source, &world, "after it"), [0, 1, 2, 3, 4, 5]);
@@ -197,7 +200,7 @@ fn cut_everywhere(
             assert!(all.iter().all(|epoch| found.contains(epoch)), "{what}: at {at}: {found:?}, not {all:?}");
             // The next sync goes on, and leaves nothing but what is kept.
             let delta = source.lacks(world.open(&on()).unwrap().status(), None, 7);
-            merge(&mut world.open(&on()).unwrap(), &delta, Commit::Journal).unwrap();
+            merge(&mut world.open(&on()).unwrap(), &delta, CommitMode::Journal).unwrap();
             assert!(assert_moments(source, &world, &what).contains(&at), "{what}");
             let left: Vec<String> = world.names();
             let known = |name: &String| {
@@ -211,9 +214,11 @@ fn cut_everywhere(
 #[test]
 fn a_commit_that_is_cut_anywhere_keeps_the_past() {
     let source = source();
-    for (kind, commit) in
-        [(Kind::File, Commit::Journal), (Kind::File, Commit::Reflink), (Kind::Device, Commit::Journal)]
-    {
+    for (kind, commit) in [
+        (Kind::File, CommitMode::Journal),
+        (Kind::File, CommitMode::Reflink),
+        (Kind::Device, CommitMode::Journal),
+    ] {
         for (from, keep) in [(2, last(100)), (3, last(2))] {
             let world = replica_after(kind, &source, from, &keep, commit);
             let name = format!("{kind:?} {commit:?} from {from}");
@@ -229,7 +234,7 @@ fn a_commit_that_is_cut_anywhere_keeps_the_past() {
 fn a_rewind_that_is_cut_anywhere_is_done_or_not_begun() {
     let source = source();
     for kind in [Kind::File, Kind::Device] {
-        let world = replica_after(kind, &source, 5, &last(100), Commit::Journal);
+        let world = replica_after(kind, &source, 5, &last(100), CommitMode::Journal);
         for to in [4, 1] {
             cut_everywhere(&format!("{kind:?} to {to}"), &source, &world, (5, to), &|world, power| {
                 let mut replica = world.open(power)?;
@@ -246,18 +251,18 @@ fn a_rewind_that_is_cut_anywhere_is_done_or_not_begun() {
 fn a_clone_of_a_killed_process_costs_no_way_back() {
     let source = source();
     for frames in 1..12 {
-        let world = replica_after(Kind::File, &source, 1, &last(100), Commit::Reflink);
+        let world = replica_after(Kind::File, &source, 1, &last(100), CommitMode::Reflink);
         let mut replica = world.open(&on()).unwrap();
         let mut units = units(&source.tracked(1, 2)).into_iter();
-        let mut receipt = replica.receive(units.next().unwrap(), Commit::Reflink).unwrap();
+        let mut receipt = replica.receive(units.next().unwrap(), CommitMode::Reflink).unwrap();
         units.take(frames).for_each(|unit| receipt.unit(unit).unwrap());
         std::mem::forget(receipt);
         drop(replica);
         let mut replica = world.open(&on()).unwrap();
         let found = content(&replica).unwrap();
-        let in_place = replica.is_in_place(Commit::Reflink);
+        let in_place = replica.is_in_place(CommitMode::Reflink);
         let delta = source.rolling(replica.status(), &found, 2, in_place);
-        merge(&mut replica, &delta, Commit::Reflink).unwrap();
+        merge(&mut replica, &delta, CommitMode::Reflink).unwrap();
         assert!(world.holds(&source.images[2]));
         let moments = replica.history().unwrap().moments;
         let before =
@@ -272,7 +277,7 @@ fn a_clone_of_a_killed_process_costs_no_way_back() {
 fn what_fails_costs_the_past_at_most() {
     let source = source();
     for (kind, errno) in [(Kind::File, 28), (Kind::File, 5), (Kind::Device, 28), (Kind::Device, 5)] {
-        let world = replica_after(kind, &source, 3, &last(100), Commit::Journal);
+        let world = replica_after(kind, &source, 3, &last(100), CommitMode::Journal);
         for step in 1.. {
             let (world, power) = (world.fork(), Power::new(Outage::PowerCut));
             power.fail_at(step, 1, errno);
@@ -280,7 +285,7 @@ fn what_fails_costs_the_past_at_most() {
             let mut told = false;
             let done = (|| {
                 let mut replica = world.open(&power)?;
-                merge(&mut replica, &source.tracked(3, 4), Commit::Journal)?;
+                merge(&mut replica, &source.tracked(3, 4), CommitMode::Journal)?;
                 let lost = replica.history()?.moments.len() < 4;
                 let warnings = replica.take_warnings();
                 assert!(!lost || !warnings.is_empty(), "{what}: lost without a word");
@@ -312,7 +317,7 @@ fn a_hundred_moments_are_each_reached_through_a_kill() {
     let sizes: Vec<u64> =
         (0..101).map(|_| if dice.below(4) == 0 { 20 + dice.below(44) } else { 40 }).collect();
     let source = Source::new(seed, &sizes);
-    let world = replica_after(Kind::File, &source, 100, &last(100), Commit::Journal);
+    let world = replica_after(Kind::File, &source, 100, &last(100), CommitMode::Journal);
     let moments = world.open(&on()).unwrap().history().unwrap().moments;
     assert_eq!(epochs(&source, &moments), (0..100).collect::<Vec<_>>());
     for moment in moments {
@@ -335,17 +340,17 @@ fn a_hundred_moments_are_each_reached_through_a_kill() {
 #[test]
 fn what_others_changed_ends_the_past() {
     let source = source();
-    let world = replica_after(Kind::File, &source, 3, &last(100), Commit::Journal);
+    let world = replica_after(Kind::File, &source, 3, &last(100), CommitMode::Journal);
     world.tamper(5 * BLOCK, 0xee);
     assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
     let mut replica = world.open_with(&on(), true, false).unwrap();
     assert!(replica.history().unwrap().moments.is_empty());
     let delta = source.lacks(replica.status(), content(&replica).as_deref(), 4);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     assert_exact(&source, &world, &replica, "adopted");
     assert!(replica.history().unwrap().moments.is_empty());
     // From there on there is a past again.
-    merge(&mut replica, &source.tracked(4, 5), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(4, 5), CommitMode::Journal).unwrap();
     drop(replica);
     assert_eq!(assert_moments(&source, &world, "after it"), [4]);
 }
@@ -354,13 +359,13 @@ fn what_others_changed_ends_the_past() {
 #[test]
 fn a_comparison_that_was_cut_off_at_its_end_ends_the_past() {
     let source = source();
-    let world = replica_after(Kind::File, &source, 3, &last(100), Commit::Journal);
+    let world = replica_after(Kind::File, &source, 3, &last(100), CommitMode::Journal);
     let mut replica = world.open(&on()).unwrap();
     assert_eq!(replica.history().unwrap().moments.len(), 3);
     let mut header = source.header(4, 4, delta::Method::Compare);
     (header.size_before, header.binds) = (replica.status().size, Some(replica.status().nonce));
     let all = (0..source.size(4) / BLOCK).collect();
-    receive_part(&mut replica, &source.encode(&header, 4, &all), Commit::Journal, usize::MAX).unwrap();
+    receive_part(&mut replica, &source.encode(&header, 4, &all), CommitMode::Journal, usize::MAX).unwrap();
     drop(replica);
     let mut replica = world.open(&on()).unwrap();
     assert_eq!(assert_exact(&source, &world, &replica, "completed"), 4);
@@ -372,7 +377,7 @@ fn a_comparison_that_was_cut_off_at_its_end_ends_the_past() {
 #[test]
 fn a_damaged_undo_delta_ends_the_past_behind_it() {
     let source = source();
-    let world = replica_after(Kind::File, &source, 4, &last(100), Commit::Journal);
+    let world = replica_after(Kind::File, &source, 4, &last(100), CommitMode::Journal);
     let moments = world.open(&on()).unwrap().history().unwrap().moments;
     let named = |state: uuid::Uuid| format!("-{}", state.simple());
     let names = world.names();
@@ -401,9 +406,9 @@ fn a_damaged_undo_delta_ends_the_past_behind_it() {
 #[test]
 fn a_commit_in_place_is_refused_where_the_past_is_kept() {
     let source = source();
-    let world = replica_after(Kind::File, &source, 2, &last(100), Commit::Journal);
+    let world = replica_after(Kind::File, &source, 2, &last(100), CommitMode::Journal);
     let mut replica = world.open(&on()).unwrap();
-    let refused = merge(&mut replica, &source.tracked(2, 3), Commit::InPlace).unwrap_err();
+    let refused = merge(&mut replica, &source.tracked(2, 3), CommitMode::InPlace).unwrap_err();
     assert!(refused.to_string().contains("--keep none"), "{refused}");
     drop(replica);
     assert_eq!(assert_moments(&source, &world, "refused"), [0, 1]);
@@ -422,7 +427,7 @@ fn check_mirrored(source: &Source, world: &World, sent: &Sent, what: &str) {
     // A sync goes on from the epoch, and all are reached from there, but not what was between two.
     let from = if at < EPOCH { 0 } else { EPOCH };
     let mut replica = world.open_for_sync(&on()).unwrap();
-    merge(&mut replica, &source.tracked(from, LAST + 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(from, LAST + 1), CommitMode::Journal).unwrap();
     drop(replica);
     let settled = world.state().join("past").exists();
     let at_epoch = (settled && (at == 0 || at == EPOCH)).then_some(at);
@@ -472,14 +477,14 @@ fn a_mirror_that_is_cut_anywhere_keeps_its_epochs() {
 #[test]
 fn the_moment_that_was_gone_back_to_is_kept() {
     let source = source();
-    let world = replica_after(Kind::File, &source, 5, &last(3), Commit::Journal);
+    let world = replica_after(Kind::File, &source, 5, &last(3), CommitMode::Journal);
     let moments = world.open(&on()).unwrap().history().unwrap().moments;
     // Of one second, the order of the files would tell.
     age(&world, &moments, || 1000);
     let mut replica = world.open(&on()).unwrap();
     let moment = moments.iter().find(|moment| moment.epoch == source.epochs[2]).unwrap().state;
     replica.rewind(moment).unwrap();
-    merge(&mut replica, &source.tracked(2, 6), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(2, 6), CommitMode::Journal).unwrap();
     drop(replica);
     let mut kept = assert_moments(&source, &world, "gone on");
     kept.sort_unstable();
@@ -537,7 +542,7 @@ fn a_state_ahead_of_its_epoch_outlives_every_cut_of_a_rewind() {
                     assert_ahead(&source, &world, &replica, image, &what);
                     // The next sync has all that the source has, and nothing else.
                     let delta = source.lacks(replica.status(), None, LAST + 1);
-                    merge(&mut replica, &delta, Commit::Journal).unwrap();
+                    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
                     assert_eq!(assert_exact(&source, &world, &replica, &what), LAST + 1);
                 }
             }
@@ -605,10 +610,10 @@ fn what_fails_costs_a_mirror_the_past_at_most() {
 fn a_mirror_without_room_drops_the_oldest_moments_first() {
     let source = Source::new(testing::seed("a mirror without room"), &[40; 12]);
     for kind in [Kind::File, Kind::Device] {
-        let world = replica_after(kind, &source, 8, &last(100), Commit::Journal);
+        let world = replica_after(kind, &source, 8, &last(100), CommitMode::Journal);
         let power = on();
         let folder = FaultyFolder::new(&power, &world.state()).unwrap();
-        let options = Options { keep: Some(last(100)), ..Options::default() };
+        let options = ReplicaOptions { keep: Some(last(100)), ..ReplicaOptions::default() };
         let mut replica = world.open_in(&power, Box::new(folder.clone()), &options).unwrap();
         let mut nonce = replica.status().nonce;
         let (mut log, mut batches) = replica.batches().unwrap();
@@ -641,13 +646,14 @@ fn a_past_hinders_no_commit() {
     let source = Source::new(testing::seed("an undo delta without room"), &[40; 12]);
     for (kind, upto) in [(Kind::File, 1), (Kind::File, 6), (Kind::Device, 1), (Kind::Device, 6)] {
         let [plain, kept] = [Keep::default(), last(100)]
-            .map(|keep| replica_after(kind, &source, upto, &keep, Commit::Journal));
+            .map(|keep| replica_after(kind, &source, upto, &keep, CommitMode::Journal));
         let commit = |world: &World, room: u64| {
             let (world, power) = (world.fork(), on());
             let folder = FaultyFolder::new(&power, &world.state()).unwrap();
-            let mut replica = world.open_in(&power, Box::new(folder.clone()), &Options::default()).unwrap();
+            let mut replica =
+                world.open_in(&power, Box::new(folder.clone()), &ReplicaOptions::default()).unwrap();
             folder.full_after(room);
-            let done = merge(&mut replica, &source.tracked(upto, upto + 1), Commit::Journal);
+            let done = merge(&mut replica, &source.tracked(upto, upto + 1), CommitMode::Journal);
             folder.heal();
             let warned = !replica.take_warnings().is_empty();
             drop(replica);
@@ -694,15 +700,15 @@ fn a_clock_that_is_ahead_drops_no_moment() {
     let source = source();
     for (said, kept) in [(None, 2), (Some(0), 2), (Some(7 * DAY), 4)] {
         let keep = Keep { last: 0, spans: vec![Span { seconds: DAY, every: 0 }], ..last(0) };
-        let world = replica_after(Kind::File, &source, 3, &keep, Commit::Journal);
+        let world = replica_after(Kind::File, &source, 3, &keep, CommitMode::Journal);
         let moments = world.open(&on()).unwrap().history().unwrap().moments;
         age(&world, &moments, || 2 * DAY);
         let now = device::Clock::system().now() / 1_000_000_000;
         let source_time = said.map(|ago| crate::SourceTime::said(now - ago));
-        let options = Options { source_time, ..Options::default() };
+        let options = ReplicaOptions { source_time, ..ReplicaOptions::default() };
         let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
         let mut replica = world.open_in(&on(), Box::new(folder), &options).unwrap();
-        merge(&mut replica, &source.tracked(3, 4), Commit::Journal).unwrap();
+        merge(&mut replica, &source.tracked(3, 4), CommitMode::Journal).unwrap();
         let left = replica.history().unwrap().moments.len();
         assert_eq!(left, kept, "the source is {said:?} seconds behind");
     }
@@ -715,7 +721,7 @@ fn a_grid_folds_what_it_does_not_keep() {
     for round in 0..if soak() { 60 } else { 8 } {
         let count = 10 + dice.below(60) as usize;
         let source = Source::new(seed ^ round, &vec![40; count + 2]);
-        let world = replica_after(Kind::File, &source, count, &last(1000), Commit::Journal);
+        let world = replica_after(Kind::File, &source, count, &last(1000), CommitMode::Journal);
         let moments = world.open(&on()).unwrap().history().unwrap().moments;
         let times = age(&world, &moments, || 1 + dice.below(3000));
         let spans = vec![
@@ -732,7 +738,7 @@ fn a_grid_folds_what_it_does_not_keep() {
         };
         let before = world.open(&on()).unwrap().now();
         let mut replica = world.open_keeping(&on(), &keep).unwrap();
-        merge(&mut replica, &source.tracked(count, count + 1), Commit::Journal).unwrap();
+        merge(&mut replica, &source.tracked(count, count + 1), CommitMode::Journal).unwrap();
         // A commit does a part of the work.
         let mut left = replica.history().unwrap().moments;
         loop {
@@ -754,12 +760,12 @@ fn a_grid_folds_what_it_does_not_keep() {
 #[test]
 fn the_oldest_go_where_they_take_too_much() {
     let source = Source::new(3, &[40; 42]);
-    let world = replica_after(Kind::File, &source, 40, &last(1000), Commit::Journal);
+    let world = replica_after(Kind::File, &source, 40, &last(1000), CommitMode::Journal);
     let moments = world.open(&on()).unwrap().history().unwrap().moments;
     let newest: u64 = moments[..5].iter().map(|moment| moment.bytes).sum();
     let keep = Keep { bytes: Some(newest + moments[5].bytes / 2), ..last(1000) };
     let mut replica = world.open_keeping(&on(), &keep).unwrap();
-    merge(&mut replica, &source.tracked(40, 41), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(40, 41), CommitMode::Journal).unwrap();
     drop(replica);
     let left = assert_moments(&source, &world, "bounded");
     assert!(left.len() >= 3 && left.contains(&40), "{left:?}");

@@ -10,12 +10,12 @@ use super::crash::{OUTAGES, on};
 use super::real::alone;
 use super::world::*;
 use crate::{
-    Commit, Demotion, Lineage, Options, Released, Replica, ReplicaError, State, UnsureSet, inspect, settle,
-    to_promote,
+    CommitMode, Demotion, Lineage, Released, Replica, ReplicaError, ReplicaOptions, State, UnsureSet,
+    inspect, settle, to_promote,
 };
 
-fn options() -> Options {
-    Options::default()
+fn options() -> ReplicaOptions {
+    ReplicaOptions::default()
 }
 
 fn source() -> Source {
@@ -23,15 +23,20 @@ fn source() -> Source {
 }
 
 fn seeded(path: &Path, source: &Source) {
-    merge(&mut Replica::open(path, &options()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut Replica::open(path, &options()).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
 }
 
 fn lineage(path: &Path) -> Lineage {
     inspect(path, &options()).unwrap().unwrap()
 }
 
+fn opened(path: &Path) -> crate::Result<Replica> {
+    let lineage = inspect(path, &options()).unwrap();
+    to_promote(path, lineage, &options(), &|options| Replica::open(path, options))
+}
+
 fn promoted(path: &Path) -> Replica {
-    let mut replica = to_promote(path, &options()).unwrap();
+    let mut replica = opened(path).unwrap();
     replica.outlook(true, None).unwrap();
     replica.promote().unwrap();
     replica
@@ -44,30 +49,30 @@ fn a_promotion_wants_the_last_word_of_the_source() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
     let source = source();
-    let none = to_promote(&path, &options()).err().expect("nothing is there");
+    let none = opened(&path).err().expect("nothing is there");
     assert!(none.is_refusal() && none.to_string().contains("there is no replica"), "{none}");
     seeded(&path, &source);
-    let refused = to_promote(&path, &options()).unwrap().outlook(false, None).unwrap_err();
+    let refused = opened(&path).unwrap().outlook(false, None).unwrap_err();
     for word in ["dsync demote SRC", "--force", "epoch 40"] {
         assert!(refused.to_string().contains(word), "{refused}");
     }
-    let forced = to_promote(&path, &options()).unwrap().outlook(true, None).unwrap();
+    let forced = opened(&path).unwrap().outlook(true, None).unwrap();
     assert_eq!((forced.epoch, forced.released, forced.later), (source.epochs[0], false, None));
     let mut replica = Replica::open(&path, &options()).unwrap();
     let other = Released { epoch: source.epochs[1], term: 1 };
     assert!(replica.release(other).unwrap_err().is_refusal(), "it is not at that epoch");
     replica.release(Released { epoch: source.epochs[0], term: 3 }).unwrap();
     drop(replica);
-    let released = to_promote(&path, &options()).unwrap().outlook(false, None).unwrap();
+    let released = opened(&path).unwrap().outlook(false, None).unwrap();
     assert!(released.released);
     let mut replica = Replica::open(&path, &options()).unwrap();
-    receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), CommitMode::Journal, 1).unwrap();
     assert!(replica.outlook(false, None).is_err(), "its source goes on");
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     assert!(replica.outlook(false, None).is_err(), "its source went on");
     replica.release(Released { epoch: source.epochs[1], term: 3 }).unwrap();
     drop(replica);
-    let mut replica = to_promote(&path, &options()).unwrap();
+    let mut replica = opened(&path).unwrap();
     replica.outlook(false, None).unwrap();
     let mark = replica.promote().unwrap();
     assert_eq!(mark.term, 4);
@@ -92,26 +97,23 @@ fn a_promoted_replica_takes_no_delta() {
     seeded(&path, &source);
     // A part of a delta has come, of an epoch that the source is known to have had.
     let mut replica = Replica::open(&path, &options()).unwrap();
-    receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), CommitMode::Journal, 1).unwrap();
     drop(replica);
-    assert_eq!(
-        to_promote(&path, &options()).unwrap().outlook(true, None).unwrap().later,
-        Some(source.epochs[1])
-    );
-    let doubting = Options { doubt: true, ..options() };
+    assert_eq!(opened(&path).unwrap().outlook(true, None).unwrap().later, Some(source.epochs[1]));
+    let doubting = ReplicaOptions { doubt: true, ..options() };
     Replica::open(&path, &doubting).unwrap().mergeable().unwrap();
     drop(promoted(&path));
     assert!(matches!(Replica::open(&path, &options()), Err(ReplicaError::Promoted { .. })));
     let mut replica = Replica::open(&path, &doubting).unwrap();
     assert!(matches!(replica.mergeable(), Err(ReplicaError::Promoted { .. })));
     assert!(replica.release(Released { epoch: source.epochs[0], term: 1 }).is_err());
-    assert!(merge(&mut replica, &source.tracked(0, 1), Commit::Journal).is_err());
+    assert!(merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).is_err());
     drop(replica);
     assert!(std::fs::read(&path).unwrap() == source.images[0]);
     // Adopted, it is a replica again.
-    let mut replica = Replica::open(&path, &Options { adopt: true, ..options() }).unwrap();
+    let mut replica = Replica::open(&path, &ReplicaOptions { adopt: true, ..options() }).unwrap();
     let delta = source.lacks(replica.status(), std::fs::read(&path).ok().as_deref(), 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     drop(replica);
     assert_eq!(lineage(&path).role.promoted, None);
 }
@@ -125,9 +127,9 @@ fn what_is_not_one_moment_of_its_source_is_not_promoted() {
     let source = source();
     seeded(&path, &source);
     let mut replica = Replica::open(&path, &options()).unwrap();
-    receive_part(&mut replica, &source.tracked(0, 1), Commit::InPlace, 1).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), CommitMode::InPlace, 1).unwrap();
     drop(replica);
-    let refused = to_promote(&path, &options()).unwrap().outlook(true, None).unwrap_err().to_string();
+    let refused = opened(&path).unwrap().outlook(true, None).unwrap_err().to_string();
     for word in ["cut off between", "dsync sync", "dsync forget"] {
         assert!(refused.contains(word), "{refused}");
     }
@@ -153,7 +155,7 @@ fn demotion(source: &Source, size: u64, blocks: &[u64]) -> Demotion {
 }
 
 fn demote(path: &Path, demotion: &Demotion, is_unwritten: bool) -> crate::Result<Replica> {
-    let mut replica = Replica::open(path, &Options { adopt: true, ..options() })?;
+    let mut replica = Replica::open(path, &ReplicaOptions { adopt: true, ..options() })?;
     replica.demote(demotion, &|_| is_unwritten)?;
     Ok(replica)
 }
@@ -178,7 +180,7 @@ fn a_former_source_is_unsure_of_what_was_written_to_it() {
     assert!(!status.ahead, "no batch has come");
     drop(replica);
     // It may be promoted again as it is.
-    let outlook = to_promote(&path, &options()).unwrap();
+    let outlook = opened(&path).unwrap();
     assert!(outlook.outlook(false, None).is_err());
     outlook.outlook(true, None).unwrap();
     drop(outlook);
@@ -187,7 +189,7 @@ fn a_former_source_is_unsure_of_what_was_written_to_it() {
     let lacking: BTreeSet<u64> =
         status.unsure.ranges().flat_map(|r| r.start / BLOCK..r.end / BLOCK).collect();
     assert_eq!(lacking, BTreeSet::from([3, 70, 71]));
-    merge(&mut replica, &source.lacks(&status, None, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.lacks(&status, None, 1), CommitMode::Journal).unwrap();
     let status = replica.status().clone();
     assert_eq!((status.epoch, status.role.demoted), (Some(source.epochs[1]), None));
     assert!(status.unsure.is_empty());
@@ -211,9 +213,9 @@ fn a_former_source_of_which_nothing_is_known_is_compared() {
     assert!(replica.outlook(true, None).is_err(), "it is of no moment that is known");
     let status = replica.status().clone();
     assert_eq!((status.epoch, status.state, status.positions[0].epoch), (None, State::Incomplete, None));
-    assert!(merge(&mut replica, &source.tracked(0, 1), Commit::Journal).is_err());
+    assert!(merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).is_err());
     let delta = source.lacks(&status, std::fs::read(&path).ok().as_deref(), 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     drop(replica);
     assert!(std::fs::read(&path).unwrap() == source.images[1]);
 }
@@ -235,10 +237,10 @@ fn a_promotion_and_a_demotion_are_cut_at_every_step() {
     for (name, act) in [("promote", promote), ("demote", demote)] {
         for kind in [Kind::File, Kind::Device] {
             let before = World::new(kind);
-            merge(&mut before.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+            merge(&mut before.open(&on()).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
             // A part of a delta, which goes.
             let mut replica = before.open(&on()).unwrap();
-            receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+            receive_part(&mut replica, &source.tracked(0, 1), CommitMode::Journal, 1).unwrap();
             drop(replica);
             if name == "demote" {
                 promote(&before, &on()).unwrap();
@@ -301,7 +303,7 @@ fn a_half_merged_replica_is_settled_before_it_is_read() {
     settle(&path, &options()).unwrap();
     let mut replica = Replica::open(&path, &options()).unwrap();
     let mut units = units(&source.tracked(0, 1)).into_iter();
-    let mut receipt = replica.receive(units.next().unwrap(), Commit::Journal).unwrap();
+    let mut receipt = replica.receive(units.next().unwrap(), CommitMode::Journal).unwrap();
     units.for_each(|unit| receipt.unit(unit).unwrap());
     receipt.keep().unwrap();
     drop(replica);
@@ -320,7 +322,7 @@ fn a_replica_between_two_epochs_is_not_read() {
     let source = source();
     seeded(&path, &source);
     let mut replica = Replica::open(&path, &options()).unwrap();
-    receive_part(&mut replica, &source.tracked(0, 1), Commit::InPlace, 1).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), CommitMode::InPlace, 1).unwrap();
     drop(replica);
     let refused = settle(&path, &options()).unwrap_err();
     assert!(refused.is_refusal(), "{refused}");
@@ -330,7 +332,7 @@ fn a_replica_between_two_epochs_is_not_read() {
     }
     let mut replica = Replica::open(&path, &options()).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
-    merge(&mut replica, &delta, Commit::InPlace).unwrap();
+    merge(&mut replica, &delta, CommitMode::InPlace).unwrap();
     drop(replica);
     settle(&path, &options()).unwrap();
     assert!(std::fs::read(&path).unwrap() == source.images[1]);

@@ -13,10 +13,10 @@ use super::batches;
 use super::crash::on;
 use super::lives::check;
 use super::world::*;
-use crate::{Commit, Keep, Replica, View};
+use crate::{CommitMode, Keep, MomentView, Replica};
 
 /// Reads a moment in random parts, in random order. The bytes of a part that cannot be read are `None`.
-fn read_in_parts(view: &View, dice: &mut Random) -> (Vec<u8>, io::Result<()>) {
+fn read_in_parts(view: &MomentView, dice: &mut Random) -> (Vec<u8>, io::Result<()>) {
     let mut bytes = vec![0; view.len() as usize];
     let mut parts: Vec<(u64, u64)> = Vec::new();
     let mut at = 0;
@@ -36,7 +36,7 @@ fn read_in_parts(view: &View, dice: &mut Random) -> (Vec<u8>, io::Result<()>) {
 
 /// A reader, and what it must see.
 struct Reader {
-    view: Arc<View>,
+    view: Arc<MomentView>,
     image: usize,
 }
 
@@ -95,7 +95,7 @@ impl Life {
         };
         let mut world = World::new(kind);
         world.read = true;
-        merge(&mut world.open_keeping(&on(), &keep).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+        merge(&mut world.open_keeping(&on(), &keep).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
         let trace = format!("DSYNC_SEED={seed} {kind:?}");
         Life {
             source,
@@ -166,7 +166,7 @@ impl Life {
         }
         let ends = Arc::<AtomicBool>::default();
         let (lost, what, seed) = (self.lost, self.trace.clone(), self.dice.bits());
-        let watched: Vec<(Arc<View>, Vec<u8>)> = self
+        let watched: Vec<(Arc<MomentView>, Vec<u8>)> = self
             .readers
             .iter()
             .map(|reader| (reader.view.clone(), self.source.images[reader.image].clone()))
@@ -258,7 +258,7 @@ impl Life {
         let drawn = if self.mirrors { self.dice.pick(&[4, 7, 7]) } else { self.dice.index(8) };
         let to = known.chain([drawn]).max().unwrap_or(drawn);
         let clones = self.world.kind == Kind::File && self.dice.coin();
-        let commit = if clones { Commit::Reflink } else { Commit::Journal };
+        let commit = if clones { CommitMode::Reflink } else { CommitMode::Journal };
         let delta = self.source.lacks(&status, content(replica).as_deref(), to);
         self.trace += &format!("; sync to {to} by {commit:?}");
         match self.dice.one_in(4) {

@@ -16,7 +16,7 @@ use super::world::*;
 use crate::state::destination::{Destination, DeviceDestination, FileDestination, Name};
 use crate::state::lineage::Stamp;
 use crate::state::note::Foreign;
-use crate::{Commit, Options, Replica, ReplicaError, State, inspect, settle};
+use crate::{CommitMode, Replica, ReplicaError, ReplicaOptions, State, inspect, settle};
 
 /// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
 static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -30,7 +30,7 @@ fn source() -> Source {
 }
 
 fn open(path: &Path) -> crate::Result<Replica> {
-    Replica::open(path, &Options::default())
+    Replica::open(path, &ReplicaOptions::default())
 }
 
 fn names(folder: &Path) -> Vec<String> {
@@ -46,26 +46,26 @@ fn a_file_is_seeded_and_kept_up_to_date() {
     let temp = testing::temporary();
     let path = temp.path().join("vm.raw");
     let source = source();
-    assert_eq!(inspect(&path, &Options::default()).unwrap(), None);
+    assert_eq!(inspect(&path, &ReplicaOptions::default()).unwrap(), None);
     let mut replica = open(&path).unwrap();
     assert_eq!(replica.path(), std::fs::canonicalize(temp.path()).unwrap().join("vm.raw"));
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), source.images[0]);
-    let committed = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    let committed = merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     assert_eq!(committed.epoch, source.epochs[1]);
     // Once to the journal, once to the destination.
     assert!(committed.bytes_written > 2 * 100 * BLOCK, "{committed:?}");
-    merge(&mut replica, &source.tracked(1, 3), Commit::InPlace).unwrap();
+    merge(&mut replica, &source.tracked(1, 3), CommitMode::InPlace).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
     drop(replica);
-    let lineage = inspect(&path, &Options::default()).unwrap().unwrap();
+    let lineage = inspect(&path, &ReplicaOptions::default()).unwrap().unwrap();
     assert_eq!((lineage.epoch, lineage.state), (Some(source.epochs[3]), State::Exact));
     assert_eq!(names(temp.path()), [".vm.raw.dsync", "vm.raw"]);
     assert_eq!(names(&temp.path().join(".vm.raw.dsync")), ["history", "lineage", "lock", "present"]);
     assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     // A single write by anybody, an instant later.
     let mut replica = open(&path).unwrap();
-    merge(&mut replica, &source.tracked(3, 4), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(3, 4), CommitMode::Journal).unwrap();
     drop(replica);
     std::fs::File::options().write(true).open(&path).unwrap().write_at(b"x", 5).unwrap();
     assert!(matches!(open(&path), Err(ReplicaError::Changed { .. })));
@@ -94,7 +94,7 @@ fn holes_stay_holes_and_odd_sizes_fit() {
     };
     writer.unit(&encoder.frame(frame).unwrap()).unwrap();
     writer.unit(&encoder.trailer()).unwrap();
-    merge(&mut open(&path).unwrap(), &bytes, Commit::Journal).unwrap();
+    merge(&mut open(&path).unwrap(), &bytes, CommitMode::Journal).unwrap();
     let found = std::fs::metadata(&path).unwrap();
     assert_eq!(found.len(), size);
     assert!(found.blocks() * 512 <= 64 << 10, "{} bytes are allocated", found.blocks() * 512);
@@ -143,13 +143,13 @@ fn one_process_at_a_time() {
     assert!(matches!(error, ReplicaError::Busy { .. }) && error.to_string().contains(&told), "{error}");
     drop(first);
     let source = source();
-    merge(&mut open(&path).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut open(&path).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
     // By a link, it is the same replica.
     let link = temp.path().join("link.raw");
     std::os::unix::fs::symlink(&path, &link).unwrap();
     let mut replica = open(&link).unwrap();
     assert!(matches!(open(&path), Err(ReplicaError::Busy { .. })));
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     drop(replica);
     assert!(link.is_symlink());
     assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
@@ -220,7 +220,7 @@ fn open_frail(path: &Path, power: &Power, began: Option<u64>) -> crate::Result<R
 }
 
 /// Opens a replica otherwise.
-fn open_frail_with(path: &Path, power: &Power, options: &Options) -> crate::Result<Replica> {
+fn open_frail_with(path: &Path, power: &Power, options: &ReplicaOptions) -> crate::Result<Replica> {
     let destination = FileDestination::new(path.to_path_buf(), device::Format::Raw).unwrap();
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
     let destination =
@@ -241,7 +241,7 @@ fn open_meddled(
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
     let destination =
         Frail { destination: Box::new(destination), power: power.clone(), meddled: meddled.clone() };
-    let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &Options::default())?;
+    let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &ReplicaOptions::default())?;
     replica.save_every(40 * BLOCK);
     Ok(replica)
 }
@@ -268,7 +268,7 @@ fn a_write_during_the_flush_of_batches_is_noticed() {
     let (path, source, meddled) = (temp.path().join("vm.raw"), batches::source(), Arc::default());
     let power = Power::new(Outage::Kill);
     let mut replica = open_meddled(&path, &power, None, &meddled).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let (mut log, mut running) = {
         let nonce = replica.status().nonce;
         let header = batches::header(&source, 1, nonce);
@@ -294,7 +294,7 @@ fn nothing_is_written_behind_a_note_that_is_not_durable() {
         let temp = testing::in_memory();
         let power = Power::new(Outage::Kill);
         let mut replica = open_frail(&temp.path().join("vm.raw"), &power, None).unwrap();
-        merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+        merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
         let before = power.steps();
         power.fail_at(before + failing, 1, 5);
         (replica.work(true).map(drop), power.steps() - before)
@@ -315,7 +315,7 @@ fn a_write_that_was_noticed_outlives_a_power_cut() {
     let (path, source) = (temp.path().join("vm.raw"), batches::source());
     let power = Power::new(Outage::PowerCut);
     let mut replica = open_frail(&path, &power, None).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     let next = batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
@@ -342,7 +342,7 @@ fn a_copy_just_put_in_place_covers_no_foreign_write() {
         let (path, power) = (temp.path().join("vm.raw"), Power::new(Outage::Kill));
         power.cut_at(step.unwrap_or(u64::MAX));
         if let Ok(mut replica) = open_frail(&path, &power, None) {
-            let _ = merge(&mut replica, &source.seed(0), Commit::Journal);
+            let _ = merge(&mut replica, &source.seed(0), CommitMode::Journal);
         }
         if step.is_some() && path.exists() {
             std::fs::File::options().write(true).open(&path).unwrap().write_at(b"x", 5).unwrap();
@@ -371,11 +371,11 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
     let acts: [(&str, &Source, Act<'_>); 5] = [
         ("seed", &plain, {
             let seed = plain.seed(1);
-            Box::new(move |replica| merge(replica, &seed, Commit::Journal).map(drop))
+            Box::new(move |replica| merge(replica, &seed, CommitMode::Journal).map(drop))
         }),
-        ("journal", &plain, merges(Commit::Journal)),
-        ("in place", &plain, merges(Commit::InPlace)),
-        ("the same again", &plain, merges(Commit::Journal)),
+        ("journal", &plain, merges(CommitMode::Journal)),
+        ("in place", &plain, merges(CommitMode::InPlace)),
+        ("the same again", &plain, merges(CommitMode::Journal)),
         ("batches", &mirrored, Box::new(|r| batches::mirror_to(&mirrored, r, &Default::default()))),
     ];
     for (name, source, act) in acts {
@@ -385,9 +385,9 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
             let path = temp.path().join("vm.raw");
             if name != "seed" {
                 let mut replica = open_frail(&path, &Power::new(Outage::Kill), None).unwrap();
-                merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+                merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
                 if name == "the same again" {
-                    merge(&mut replica, &delta, Commit::Journal).unwrap();
+                    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
                 }
             }
             (temp, path)
@@ -463,7 +463,7 @@ fn what_others_did_is_told() {
     let temp = testing::temporary();
     let (path, other) = (temp.path().join("vm.raw"), temp.path().join("web.raw"));
     let source = source();
-    merge(&mut open(&path).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut open(&path).unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
     // Moved without its state, and with it.
     std::fs::rename(&path, &other).unwrap();
     let told = open(&other).err().unwrap();
@@ -482,10 +482,11 @@ fn what_others_did_is_told() {
         ["content written", "ago", "find out who", "overwrites what differs"].map(|words| told.find(words));
     assert!(order.iter().all(Option::is_some) && order.is_sorted(), "{told}");
     // An adoption that was cut off.
-    let mut replica = Replica::open(&other, &Options { adopt: true, ..Options::default() }).unwrap();
+    let mut replica =
+        Replica::open(&other, &ReplicaOptions { adopt: true, ..ReplicaOptions::default() }).unwrap();
     let content = std::fs::read(&other).unwrap();
     let delta = source.lacks(replica.status(), Some(&content), 1);
-    receive_part(&mut replica, &delta, Commit::Journal, 1).unwrap();
+    receive_part(&mut replica, &delta, CommitMode::Journal, 1).unwrap();
     drop(replica);
     let told = open(&other).err().unwrap();
     assert!(matches!(told, ReplicaError::Unproven(_)) && told.is_refusal(), "{told}");
@@ -513,27 +514,28 @@ fn reflink_where_the_file_system_can() {
         let path = place.join("vm.raw");
         let source = source();
         let mut replica = open(&path).unwrap();
-        merge(&mut replica, &source.seed(0), Commit::Reflink).unwrap();
+        merge(&mut replica, &source.seed(0), CommitMode::Reflink).unwrap();
         let before = std::fs::metadata(&path).unwrap().ino();
         std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
         drop(replica);
         // Who changes the mode has not changed the content, which is as old as it was; it is told once.
         let told = || open(&path).unwrap().status().recovered.clone();
         assert!(told().is_some_and(|told| told.contains("mode")) && told().is_none());
-        let mut replica = Replica::open(&path, &Options { adopt: true, ..Options::default() }).unwrap();
+        let mut replica =
+            Replica::open(&path, &ReplicaOptions { adopt: true, ..ReplicaOptions::default() }).unwrap();
         let delta = source.lacks(replica.status(), Some(&source.images[0]), 1);
-        merge(&mut replica, &delta, Commit::Reflink).unwrap();
+        merge(&mut replica, &delta, CommitMode::Reflink).unwrap();
         let after = std::fs::metadata(&path).unwrap();
         assert!(after.ino() != before && after.mode() & 0o777 == 0o640, "{kind}");
         assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
         // Cut off and gone on from.
-        receive_part(&mut replica, &source.tracked(1, 2), Commit::Reflink, 3).unwrap();
+        receive_part(&mut replica, &source.tracked(1, 2), CommitMode::Reflink, 3).unwrap();
         drop(replica);
         let mut replica = open(&path).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
         assert!(replica.status().under_way() && replica.status().state == State::Exact);
         let delta = source.lacks(replica.status(), None, 3);
-        merge(&mut replica, &delta, Commit::Reflink).unwrap();
+        merge(&mut replica, &delta, CommitMode::Reflink).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
         drop(replica);
         assert!(open(&path).unwrap().status().recovered.is_none());
@@ -552,13 +554,13 @@ fn reflink_where_it_can_not_is_refused() {
     let path = temp.path().join("vm.raw");
     let source = source();
     let mut replica = open(&path).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Reflink).unwrap();
-    let error = merge(&mut replica, &source.tracked(0, 1), Commit::Reflink).unwrap_err();
+    merge(&mut replica, &source.seed(0), CommitMode::Reflink).unwrap();
+    let error = merge(&mut replica, &source.tracked(0, 1), CommitMode::Reflink).unwrap_err();
     assert!(error.is_refusal() && error.to_string().contains("pass --commit journal"), "{error}");
     assert_eq!(names(temp.path()), [".vm.raw.dsync", "vm.raw"]);
     drop(replica);
     let mut replica = open(&path).unwrap();
-    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
 }
 
@@ -574,28 +576,28 @@ fn a_device_is_seeded_in_place() {
     let path = disk.device();
     assert!(open(path).err().unwrap().to_string().contains("--journal-dir"));
     let state = temp.path().join("state");
-    let options = Options { devices: state.clone(), ..Options::default() };
+    let options = ReplicaOptions { devices: state.clone(), ..ReplicaOptions::default() };
     let source = source();
     // It holds something.
     assert!(matches!(Replica::open(path, &options), Err(ReplicaError::NotAReplica(_))));
     assert_eq!(std::fs::read_dir(&state).map_or(0, Iterator::count), 0);
-    let replacing = Options { replace: true, ..options.clone() };
+    let replacing = ReplicaOptions { replace: true, ..options.clone() };
     let mut replica = Replica::open(path, &replacing).unwrap();
     assert_eq!(replica.status().capacity, Some(4 << 20));
     assert!(Replica::open(path, &replacing).is_err());
-    receive_part(&mut replica, &source.seed(0), Commit::Journal, 5).unwrap();
+    receive_part(&mut replica, &source.seed(0), CommitMode::Journal, 5).unwrap();
     drop(replica);
     let mut replica = Replica::open(path, &options).unwrap();
     assert_eq!(replica.status().state, State::Incomplete);
     let delta = source.lacks(replica.status(), None, 1);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
-    for (from, to, commit) in [(1, 2, Commit::InPlace), (2, 4, Commit::Journal)] {
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
+    for (from, to, commit) in [(1, 2, CommitMode::InPlace), (2, 4, CommitMode::Journal)] {
         merge(&mut replica, &source.tracked(from, to), commit).unwrap();
         let mut held = vec![0; source.images[to].len()];
         replica.content().unwrap().read_at(0, &mut held).unwrap();
         assert!(held == source.images[to], "{commit:?}");
     }
-    let error = merge(&mut replica, &source.tracked(3, 4), Commit::Reflink).unwrap_err();
+    let error = merge(&mut replica, &source.tracked(3, 4), CommitMode::Reflink).unwrap_err();
     assert!(error.to_string().contains("is a device"), "{error}");
     drop(replica);
     // Somebody makes a file system on it.
@@ -604,7 +606,8 @@ fn a_device_is_seeded_in_place() {
     let error = Replica::open(path, &options).err().unwrap();
     assert!(matches!(error, ReplicaError::Changed { .. }), "{error}");
     // The file under the device is in use.
-    let error = Replica::open(&image, &Options { adopt: true, ..Options::default() }).err().unwrap();
+    let error =
+        Replica::open(&image, &ReplicaOptions { adopt: true, ..ReplicaOptions::default() }).err().unwrap();
     assert!(
         matches!(error, ReplicaError::Busy { .. })
             && error.to_string().contains(disk.device().to_str().unwrap()),
@@ -613,7 +616,7 @@ fn a_device_is_seeded_in_place() {
 }
 
 /// A replica of the first epoch on a device, with the options that open it. `None` where there are no loop devices.
-fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, Options)> {
+fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, ReplicaOptions)> {
     let temp = on_disk();
     let image = temp.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
@@ -622,9 +625,9 @@ fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, Options)> {
         skipped("a replica on a device", "loop devices need root");
     }
     let disk = disk?;
-    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(disk.device(), &options).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     Some((temp, disk, options))
 }
 
@@ -655,11 +658,11 @@ fn a_foreign_write_to_a_device_in_the_midst_of_a_delta_is_noticed() {
     let source = batches::source();
     let delta = data_alone(&source, 1);
     for (commit, durably, goes_on) in [
-        (Commit::Journal, false, true),
-        (Commit::Journal, true, true),
-        (Commit::InPlace, false, true),
-        (Commit::InPlace, true, true),
-        (Commit::InPlace, true, false),
+        (CommitMode::Journal, false, true),
+        (CommitMode::Journal, true, true),
+        (CommitMode::InPlace, false, true),
+        (CommitMode::InPlace, true, true),
+        (CommitMode::InPlace, true, false),
     ] {
         let Some((_temp, disk, options)) = on_device(&source) else { return };
         let what = format!("{commit:?}, durably: {durably}, goes on: {goes_on}");
@@ -694,7 +697,7 @@ fn a_foreign_write_to_a_device_during_the_flush_of_a_commit_is_noticed() {
         let destination = Frail { destination, power: Power::new(Outage::Kill), meddled: meddled.clone() };
         let folder = Dir::open(&temp.path().join("state")).unwrap();
         let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &options).unwrap();
-        let merged = merge(&mut replica, &data_alone(&source, to), Commit::Journal);
+        let merged = merge(&mut replica, &data_alone(&source, to), CommitMode::Journal);
         assert!(!meddled.load(SeqCst), "it is flushed");
         assert_eq!(matches!(merged, Err(ReplicaError::Changed { .. })), meddles, "{merged:?}");
     }
@@ -702,7 +705,6 @@ fn a_foreign_write_to_a_device_during_the_flush_of_a_commit_is_noticed() {
     assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
 }
 
-/// The same between two batches of a mirror.
 #[test]
 fn a_foreign_write_to_a_device_between_batches_is_noticed() {
     let _alone = alone();
@@ -748,7 +750,7 @@ fn an_adoption_that_comes_to_nothing_forgets_no_foreign_write() {
         if full {
             std::fs::create_dir(&no_room).unwrap();
         }
-        let adopting = Options { adopt: true, ..options.clone() };
+        let adopting = ReplicaOptions { adopt: true, ..options.clone() };
         Replica::open(&path, &adopting).unwrap();
         if full {
             std::fs::remove_dir(&no_room).unwrap();
@@ -797,7 +799,11 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
     let open = |power: &Power, doubt| {
         let destination = DeviceDestination::new(path.to_path_buf())?;
         let folder = FaultyFolder::new(power, &temp.path().join("state")).unwrap();
-        Replica::begin(Box::new(destination), Box::new(folder), &Options { doubt, ..Options::default() })
+        Replica::begin(
+            Box::new(destination),
+            Box::new(folder),
+            &ReplicaOptions { doubt, ..ReplicaOptions::default() },
+        )
     };
     let on = || Power::new(Outage::Kill);
     let image = &source.images[0];
@@ -811,7 +817,7 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
             content[place.clone()] != image[place]
         });
         let delta = source.encode(&header, 0, &blocks.collect());
-        merge(&mut replica, &delta, Commit::Journal)
+        merge(&mut replica, &delta, CommitMode::Journal)
     };
     let mut merged = 0;
     for step in 1.. {
@@ -842,7 +848,7 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
 }
 
 /// A file's replica in the boot after this one.
-fn open_after_a_reboot(path: &Path, options: &Options) -> crate::Result<Replica> {
+fn open_after_a_reboot(path: &Path, options: &ReplicaOptions) -> crate::Result<Replica> {
     let mut destination = FileDestination::new(path.to_path_buf(), device::Format::Raw).unwrap();
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     destination.boot = Boot { id: "the next".into(), began: now.as_nanos() as u64 + 1_000_000_000 };
@@ -865,14 +871,14 @@ fn an_adoption_that_comes_to_nothing_leaves_the_note_of_a_file() {
     let source = source();
     let temp = testing::temporary();
     let path = temp.path().join("vm.raw");
-    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(&path, &options).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
-    receive_part(&mut replica, &delta, Commit::InPlace, 5).unwrap();
+    receive_part(&mut replica, &delta, CommitMode::InPlace, 5).unwrap();
     drop(replica);
     write_elsewhere(&source, &path);
-    Replica::open(&path, &Options { adopt: true, ..options.clone() }).unwrap();
+    Replica::open(&path, &ReplicaOptions { adopt: true, ..options.clone() }).unwrap();
     let here = Replica::open(&path, &options).map(drop);
     assert!(matches!(here, Err(ReplicaError::Changed { .. })), "{here:?}");
     let later = open_after_a_reboot(&path, &options).map(drop);
@@ -887,11 +893,11 @@ fn an_image_without_the_part_that_a_step_has_made_durable_is_refused() {
     let source = source();
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
-    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let options = ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() };
     let mut replica = Replica::open(&path, &options).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
-    receive_part(&mut replica, &delta, Commit::InPlace, 5).unwrap();
+    receive_part(&mut replica, &delta, CommitMode::InPlace, 5).unwrap();
     drop(replica);
     let file = temp.path().join("state").join(crate::state::lineage::NAME);
     let mut lineage: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
@@ -914,16 +920,16 @@ fn a_repair_that_was_killed_forgives_no_foreign_write() {
     let temp = testing::in_memory();
     let path = temp.path().join("vm.raw");
     for (outage, keep) in [(Outage::Kill, Keep::KeepAll), (Outage::PowerCut, Keep::LoseUnsynced)] {
-        for commit in [Commit::Journal, Commit::InPlace] {
+        for commit in [CommitMode::Journal, CommitMode::InPlace] {
             let mut refused = 0;
             for step in (1..).filter(|step| testing::soak() || *step < 24 || step % 17 == 0) {
                 let _ = (std::fs::remove_file(&path), std::fs::remove_dir_all(temp.path().join("state")));
                 let seeded = open_frail(&path, &Power::new(Outage::Kill), None);
-                merge(&mut seeded.unwrap(), &source.seed(0), Commit::Journal).unwrap();
+                merge(&mut seeded.unwrap(), &source.seed(0), CommitMode::Journal).unwrap();
                 write_elsewhere(&source, &path);
                 let power = Power::new(outage);
                 power.cut_at(step);
-                let doubting = Options { doubt: true, ..Options::default() };
+                let doubting = ReplicaOptions { doubt: true, ..ReplicaOptions::default() };
                 if let Ok(mut replica) = open_frail_with(&path, &power, &doubting) {
                     replica.save_every(40 * BLOCK);
                     let mut status = replica.status().clone();
@@ -935,11 +941,11 @@ fn a_repair_that_was_killed_forgives_no_foreign_write() {
                 power.crash(keep, keep, step).unwrap();
                 match Replica::open(
                     &path,
-                    &Options { folder: Some(temp.path().join("state")), ..Options::default() },
+                    &ReplicaOptions { folder: Some(temp.path().join("state")), ..ReplicaOptions::default() },
                 ) {
                     Ok(mut replica) => {
                         let delta = source.lacks(replica.status(), None, 4);
-                        merge(&mut replica, &delta, Commit::Journal).unwrap();
+                        merge(&mut replica, &delta, CommitMode::Journal).unwrap();
                         let what = format!("{commit:?}, {outage:?} at step {step}");
                         assert!(
                             std::fs::read(&path).unwrap() == source.images[4],
@@ -966,8 +972,8 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
     let source = source();
     let temp = testing::in_memory();
     let (path, state) = (temp.path().join("vm.raw"), temp.path().join("state"));
-    let options = Options { folder: Some(state.clone()), ..Options::default() };
-    let doubting = Options { doubt: true, ..options.clone() };
+    let options = ReplicaOptions { folder: Some(state.clone()), ..ReplicaOptions::default() };
+    let doubting = ReplicaOptions { doubt: true, ..options.clone() };
     let refused = |what: &str| {
         let opened = Replica::open(&path, &options).map(|replica| replica.status().clone());
         assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{what}: {opened:?}");
@@ -976,7 +982,7 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
         let mut status = replica.status().clone();
         status.positions.iter_mut().for_each(|position| position.epoch = None);
         let delta = source.lacks(&status, Some(&std::fs::read(&path).unwrap()), 2);
-        merge(replica, &delta, Commit::Journal).map(drop)
+        merge(replica, &delta, CommitMode::Journal).map(drop)
     };
     // How often a journal was half merged, of deltas of either kind, and a new file had its name and was not known by it.
     let (mut half, mut renamed) = ([0, 0], 0);
@@ -987,7 +993,7 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
             }
             let _ = std::fs::remove_dir_all(&state);
             if kind > 0 {
-                merge(&mut Replica::open(&path, &options).unwrap(), &source.seed(0), Commit::Journal)
+                merge(&mut Replica::open(&path, &options).unwrap(), &source.seed(0), CommitMode::Journal)
                     .unwrap();
             }
             if kind == 2 {
@@ -995,13 +1001,15 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
             }
             let power = Power::new(Outage::Kill);
             power.cut_at(step);
-            if let Ok(mut replica) =
-                open_frail_with(&path, &power, &Options { doubt: kind == 2, ..Options::default() })
-            {
+            if let Ok(mut replica) = open_frail_with(
+                &path,
+                &power,
+                &ReplicaOptions { doubt: kind == 2, ..ReplicaOptions::default() },
+            ) {
                 let _ = if kind == 2 {
                     repair(&mut replica)
                 } else {
-                    merge(&mut replica, delta, Commit::Journal).map(drop)
+                    merge(&mut replica, delta, CommitMode::Journal).map(drop)
                 };
             }
             let done = power.steps() < step;
@@ -1025,8 +1033,9 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
             // Killed again.
             let power = Power::new(Outage::Kill);
             power.cut_at(1 + step % 41);
-            let repaired = open_frail_with(&path, &power, &Options { doubt: true, ..Options::default() })
-                .and_then(|mut replica| repair(&mut replica));
+            let repaired =
+                open_frail_with(&path, &power, &ReplicaOptions { doubt: true, ..ReplicaOptions::default() })
+                    .and_then(|mut replica| repair(&mut replica));
             match Replica::open(&path, &options).map(|replica| replica.status().epoch) {
                 Ok(epoch) => assert_eq!(epoch, Some(source.epochs[2]), "{what}: {repaired:?}"),
                 Err(ReplicaError::Changed { .. }) => {
@@ -1074,7 +1083,7 @@ fn confirmed_batches_need_no_room_for_what_was_trimmed_since() {
         source.images[at] = image.clone();
     }
     let mut replica = open(&path).unwrap();
-    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
     let mut nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     for (to, blocks) in changed.iter().enumerate().skip(1) {

@@ -6,19 +6,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use delta::{Encoder, Frame, Header, Method, Record, Writer};
-use device::{Buf, Disk, Done, Kind as Op, Queue, RamDisk, Request};
+use device::{Buf, Disk, Done, Queue, RamDisk, Request, RequestKind as Op};
 use testing::faulty::Power;
 
 use super::crash::{Scenario, cut_everywhere, on, replica_at};
 use super::world::*;
 use crate::commit::copies::Copies;
-use crate::{Commit, ReplicaError, State};
+use crate::{CommitMode, ReplicaError, State};
 
 fn source() -> Source {
     Source::moving(23, &[40, 48, 44, 44, 60])
 }
 
-fn by_rolling(world: &World, power: &Power, source: &Source, to: usize, commit: Commit) -> crate::Result<()> {
+fn by_rolling(
+    world: &World,
+    power: &Power,
+    source: &Source,
+    to: usize,
+    commit: CommitMode,
+) -> crate::Result<()> {
     let mut replica = world.open(power)?;
     replica.content()?;
     let content = content(&replica).unwrap_or_default();
@@ -31,8 +37,8 @@ fn every_way_yields_the_source() {
     for seed in 0..30 {
         let source = Source::moving(seed, &[40, 48, 44, 20, 44, 1, 60]);
         for kind in [Kind::File, Kind::Device] {
-            for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
-                if (kind, commit) == (Kind::Device, Commit::Reflink) {
+            for commit in [CommitMode::Journal, CommitMode::InPlace, CommitMode::Reflink] {
+                if (kind, commit) == (Kind::Device, CommitMode::Reflink) {
                     continue;
                 }
                 let world = replica_at(kind, &source, 0);
@@ -49,10 +55,10 @@ fn every_way_yields_the_source() {
     }
 }
 
-fn scenario(name: &str, kind: Kind, from: usize, to: usize, commit: Commit) {
+fn scenario(name: &str, kind: Kind, from: usize, to: usize, commit: CommitMode) {
     let source = source();
     let run = |world: &World, power: &Power| by_rolling(world, power, &source, to, commit);
-    let in_place = commit == Commit::InPlace;
+    let in_place = commit == CommitMode::InPlace;
     let world = replica_at(kind, &source, from);
     let from = Some(from);
     cut_everywhere(&Scenario { name, source: &source, world, from, to, in_place, commit, run: &run });
@@ -60,20 +66,20 @@ fn scenario(name: &str, kind: Kind, from: usize, to: usize, commit: Commit) {
 
 #[test]
 fn journal_cut_everywhere() {
-    scenario("rolling, journal, grows", Kind::File, 0, 1, Commit::Journal);
-    scenario("rolling, journal, shrinks", Kind::Device, 1, 2, Commit::Journal);
+    scenario("rolling, journal, grows", Kind::File, 0, 1, CommitMode::Journal);
+    scenario("rolling, journal, shrinks", Kind::Device, 1, 2, CommitMode::Journal);
 }
 
 #[test]
 fn in_place_cut_everywhere() {
-    scenario("rolling, in place, grows", Kind::File, 0, 1, Commit::InPlace);
-    scenario("rolling, in place, shrinks", Kind::File, 1, 2, Commit::InPlace);
-    scenario("rolling, in place, device", Kind::Device, 0, 1, Commit::InPlace);
+    scenario("rolling, in place, grows", Kind::File, 0, 1, CommitMode::InPlace);
+    scenario("rolling, in place, shrinks", Kind::File, 1, 2, CommitMode::InPlace);
+    scenario("rolling, in place, device", Kind::Device, 0, 1, CommitMode::InPlace);
 }
 
 #[test]
 fn reflink_cut_everywhere() {
-    scenario("rolling, reflink, shrinks", Kind::File, 1, 2, Commit::Reflink);
+    scenario("rolling, reflink, shrinks", Kind::File, 1, 2, CommitMode::Reflink);
 }
 
 /// After a cut in the middle nobody knows what stands where; rolling finds that too.
@@ -82,11 +88,11 @@ fn what_was_cut_in_place_is_mended_by_rolling() {
     let source = source();
     for kind in [Kind::File, Kind::Device] {
         for frames in 1..12 {
-            for commit in [Commit::Journal, Commit::InPlace] {
+            for commit in [CommitMode::Journal, CommitMode::InPlace] {
                 let world = replica_at(kind, &source, 0);
                 let mut replica = world.open(&on()).unwrap();
                 let delta = source.rolling(replica.status(), &content(&replica).unwrap(), 1, true);
-                receive_part(&mut replica, &delta, Commit::InPlace, frames).unwrap();
+                receive_part(&mut replica, &delta, CommitMode::InPlace, frames).unwrap();
                 let status = replica.status().clone();
                 assert_eq!((status.state, status.under_way()), (State::Incomplete, true));
                 assert!(status.positions.iter().all(|p| p.epoch.is_none()), "{status:?}");
@@ -112,7 +118,7 @@ fn what_was_cut_in_the_journal_is_gone_on_from() {
     let world = replica_at(Kind::File, &source, 0);
     let mut replica = world.open(&on()).unwrap();
     let delta = source.rolling(replica.status(), &content(&replica).unwrap(), 1, false);
-    receive_part(&mut replica, &delta, Commit::Journal, 5).unwrap();
+    receive_part(&mut replica, &delta, CommitMode::Journal, 5).unwrap();
     drop(replica);
     let mut replica = world.open(&on()).unwrap();
     let status = replica.status().clone();
@@ -121,9 +127,9 @@ fn what_was_cut_in_the_journal_is_gone_on_from() {
     // What copies begins anew: it reads what stands there, not what the journal holds.
     let header = Header { resumes: status.resumes, ..source.header(1, 2, Method::Rolling) };
     let (_, unit) = Encoder::new(&Header { binds: Some(status.nonce), ..header }, None).unwrap();
-    assert!(matches!(replica.receive(unit, Commit::Journal), Err(ReplicaError::Delta { .. })));
+    assert!(matches!(replica.receive(unit, CommitMode::Journal), Err(ReplicaError::Delta { .. })));
     let rest = source.lacks(&status, None, 2);
-    merge(&mut replica, &rest, Commit::Journal).unwrap();
+    merge(&mut replica, &rest, CommitMode::Journal).unwrap();
     assert!(world.holds(&source.images[2]));
 }
 
@@ -150,7 +156,7 @@ fn lies_are_refused() {
         ("read after it was overwritten", vec![data(8192, 4096), copy(0, 8192, 4096), data(60_000, 512)]),
     ];
     for (what, records) in cases {
-        for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+        for commit in [CommitMode::Journal, CommitMode::InPlace, CommitMode::Reflink] {
             let world = replica_at(Kind::File, &source, 0);
             let mut replica = world.open(&on()).unwrap();
             let mut header = source.header(1, 1, Method::Rolling);
@@ -176,14 +182,14 @@ fn lies_are_refused() {
                 matches!(result, Err(ReplicaError::Delta { .. } | ReplicaError::Io { .. })),
                 "{what}, {commit:?}: {result:?}"
             );
-            if commit == Commit::InPlace {
+            if commit == CommitMode::InPlace {
                 assert_eq!(status.state, State::Incomplete, "{what}");
             } else {
                 assert!(world.holds(&source.images[0]), "{what}, {commit:?}");
                 assert_eq!(status.state, State::Exact, "{what}, {commit:?}");
             }
             // And the replica can be brought in order.
-            by_rolling(&world, &on(), &source, 2, Commit::Journal).unwrap();
+            by_rolling(&world, &on(), &source, 2, CommitMode::Journal).unwrap();
             assert!(world.holds(&source.images[2]), "{what}, {commit:?}");
         }
     }
@@ -191,8 +197,8 @@ fn lies_are_refused() {
     let world = replica_at(Kind::File, &source, 0);
     let mut replica = world.open(&on()).unwrap();
     let delta = source.rolling(replica.status(), &content(&replica).unwrap(), 1, false);
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
-    assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::WrongEpoch { .. })));
+    merge(&mut replica, &delta, CommitMode::Journal).unwrap();
+    assert!(matches!(merge(&mut replica, &delta, CommitMode::Journal), Err(ReplicaError::WrongEpoch { .. })));
 }
 
 /// What stands in no order is never read to fill a gap: what is still on its way there would be lost.
@@ -219,7 +225,7 @@ fn gaps_of_what_stands_in_no_order_are_left_alone() {
         writer.unit(&encoder.frame(frame).unwrap()).unwrap();
     }
     writer.unit(&encoder.trailer()).unwrap();
-    merge(&mut replica, &bytes, Commit::InPlace).unwrap();
+    merge(&mut replica, &bytes, CommitMode::InPlace).unwrap();
     let found = content(&replica).unwrap();
     for (block, bytes) in found.chunks(BLOCK as usize).take(30).enumerate() {
         let fill = if block % 2 == 1 { 5 } else { 6 };

@@ -9,7 +9,7 @@ use testing::faulty::{Outage, Power};
 use super::crash::{OUTAGES, on};
 use super::world::*;
 use crate::journal::{ARRIVING, WHOLE};
-use crate::{Commit, Keep, Lineage};
+use crate::{CommitMode, Keep, Lineage};
 
 /// A long time ago, in seconds since 1970.
 const THEN: u64 = 1_700_000_000;
@@ -23,7 +23,7 @@ fn replica_after(source: &Source, upto: usize) -> World {
     let mut replica = world.open_keeping(&on(), &kept()).unwrap();
     for at in 0..=upto {
         let delta = if at == 0 { source.seed(0) } else { source.tracked(at - 1, at) };
-        merge(&mut replica, &delta, Commit::Journal).unwrap();
+        merge(&mut replica, &delta, CommitMode::Journal).unwrap();
     }
     drop(replica);
     world
@@ -46,7 +46,8 @@ fn what_is_recovered_is_as_old_as_its_arrival() {
         let (world, power) = (world.fork(), Power::new(Outage::Kill));
         power.cut_at(step);
         let began = now();
-        let done = world.open(&power).and_then(|mut r| merge(&mut r, &source.tracked(1, 2), Commit::Journal));
+        let done =
+            world.open(&power).and_then(|mut r| merge(&mut r, &source.tracked(1, 2), CommitMode::Journal));
         let (_, disks, folders) = OUTAGES[0];
         power.crash(disks, folders, step).unwrap();
         for name in [WHOLE, ARRIVING] {
@@ -110,6 +111,6 @@ fn a_moment_keeps_its_age_through_two_rewinds() {
     }
     // What comes after it is new.
     let mut replica = world.open(&on()).unwrap();
-    merge(&mut replica, &source.tracked(3, 7), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(3, 7), CommitMode::Journal).unwrap();
     assert!(replica.history().unwrap().at.unwrap() >= now() - 600);
 }

@@ -8,7 +8,7 @@ use testing::{Sample, soak};
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{Commit, Replica, ReplicaError, State, Status};
+use crate::{CommitMode, Replica, ReplicaError, State, Status};
 
 /// Blocks outside of the set must be those of the epoch, of a replica that is not under way.
 fn sure_blocks(s: &Source, world: &World, status: &Status, what: &str) {
@@ -29,7 +29,7 @@ fn sure_blocks(s: &Source, world: &World, status: &Status, what: &str) {
 }
 
 /// A sync to an epoch by a commit; so many frames of it arrive, or all; and what cannot be read.
-type Sync = (usize, Commit, Option<usize>, Vec<u64>);
+type Sync = (usize, CommitMode, Option<usize>, Vec<u64>);
 
 /// One sync after another, each by a process that opens the replica; `again`: also after one that failed.
 fn run(s: &Source, world: &World, power: &Power, syncs: &[Sync], again: bool) -> crate::Result<()> {
@@ -78,7 +78,7 @@ fn check(s: &Source, world: &World, what: &str) {
         assert!(status.unsure.is_empty(), "{what}: exact and unsure");
     }
     s.cannot_read([]);
-    for commit in [Commit::Journal, Commit::InPlace] {
+    for commit in [CommitMode::Journal, CommitMode::InPlace] {
         let next = world.fork();
         let mut replica = next.open(&on()).unwrap();
         let delta = s.lacks(replica.status(), content(&replica).as_deref(), 4);
@@ -104,7 +104,7 @@ fn left_out(s: &Source) -> Vec<u64> {
 
 /// Three syncs: one that leaves blocks out, whole or cut; one that is cut; one that leaves out the first of them again.
 fn campaigns(s: &Source) -> Vec<(String, Kind, Vec<Sync>)> {
-    use Commit::{InPlace, Journal, Reflink};
+    use CommitMode::{InPlace, Journal, Reflink};
     let blocks = left_out(s);
     assert!(blocks.len() > 1, "{blocks:?}");
     let pairs = [
@@ -190,7 +190,7 @@ fn killed_then_cut() {
     let s = source();
     let blocks = left_out(&s);
     let mut turn = 0;
-    for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+    for commit in [CommitMode::Journal, CommitMode::InPlace, CommitMode::Reflink] {
         let start = replica_at(Kind::File, &s, 0);
         run(&s, &start, &on(), &[(1, commit, None, blocks.clone())], false).unwrap();
         let go = |world: &World, machine: &Machine, left: &Arc<AtomicU64>| -> crate::Result<()> {
@@ -238,8 +238,10 @@ fn a_damaged_set_means_everything() {
             |path: &std::path::Path| std::fs::write(path, [7; 40]).unwrap(),
         ] {
             let world = replica_at(Kind::File, &s, 0);
-            let syncs =
-                [(1, Commit::InPlace, None, blocks.clone()), (2, Commit::InPlace, cut, blocks.clone())];
+            let syncs = [
+                (1, CommitMode::InPlace, None, blocks.clone()),
+                (2, CommitMode::InPlace, cut, blocks.clone()),
+            ];
             run(&s, &world, &on(), &syncs, false).unwrap();
             let folder = world.state();
             let sets = world.names().into_iter().filter(|name| name.starts_with("unsure-"));
@@ -250,7 +252,7 @@ fn a_damaged_set_means_everything() {
             let mut replica = world.open_with(&on(), true, false).unwrap();
             s.cannot_read([]);
             let delta = s.lacks(replica.status(), content(&replica).as_deref(), 4);
-            merge(&mut replica, &delta, Commit::Journal).unwrap();
+            merge(&mut replica, &delta, CommitMode::Journal).unwrap();
             drop(replica);
             assert!(world.holds(&s.images[4]));
             assert!(world.names().iter().all(|name| !name.starts_with("unsure")), "{:?}", world.names());
@@ -258,12 +260,12 @@ fn a_damaged_set_means_everything() {
     }
 }
 
-/// The same where only the names of a copy were still to be changed.
+/// The set is lost where of a step only the names of its copy were still to be changed.
 #[test]
 fn a_set_that_is_lost_with_a_finished_step_means_everything() {
     let s = source();
     for (start, commit) in
-        [(World::new(Kind::File), Commit::Journal), (replica_at(Kind::File, &s, 0), Commit::Reflink)]
+        [(World::new(Kind::File), CommitMode::Journal), (replica_at(Kind::File, &s, 0), CommitMode::Reflink)]
     {
         let mut finished = 0;
         for step in 1.. {
@@ -298,7 +300,7 @@ fn a_name_that_was_taken_can_be_adopted() {
     for step in 1.. {
         let (world, power) = (World::new(Kind::File), Power::new(Outage::Kill));
         power.cut_at(step);
-        let _ = run(&s, &world, &power, &[(1, Commit::Journal, None, vec![])], false);
+        let _ = run(&s, &world, &power, &[(1, CommitMode::Journal, None, vec![])], false);
         let done = power.steps() < step;
         power.crash(Keep::KeepAll, Keep::KeepAll, 1).unwrap();
         let said = std::fs::read_to_string(world.state().join("lineage")).unwrap_or_default();
@@ -309,7 +311,7 @@ fn a_name_that_was_taken_can_be_adopted() {
             assert!(matches!(refused, Err(ReplicaError::NotAReplica(_))), "step {step}: {refused:?}");
             let mut replica = world.open_with(&on(), true, false).unwrap();
             let delta = s.lacks(replica.status(), content(&replica).as_deref(), 2);
-            merge(&mut replica, &delta, Commit::Journal).unwrap();
+            merge(&mut replica, &delta, CommitMode::Journal).unwrap();
             drop(replica);
             assert!(world.holds(&s.images[2]), "step {step}");
             assert_eq!(world.open(&on()).unwrap().status().state, State::Exact, "step {step}");

@@ -23,7 +23,7 @@ use crate::error::Result;
 use crate::past::views::Views;
 use crate::state::destination::{Destination, Name, fingerprint};
 use crate::state::lineage::Stamp;
-use crate::{Commit, Committed, Membership, Options, Replica, Status, View};
+use crate::{CommitMode, Committed, MomentView, Replica, ReplicaMembership, ReplicaOptions, Status};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u64 = 4096;
@@ -100,7 +100,7 @@ impl Source {
         source
     }
 
-    /// The same, but the content of each epoch is that of the one before with parts of it moved about.
+    /// A source whose epochs each have the content of the one before with parts of it moved about.
     pub(crate) fn moving(seed: u64, blocks: &[u64]) -> Source {
         let mut source = Source::new(seed, blocks);
         let mut dice = Random::seeded(seed ^ 0x5eed);
@@ -131,7 +131,7 @@ impl Source {
             (Arc::new(RamDisk::from_bytes(&self.images[to])), Arc::new(RamDisk::from_bytes(content)));
         let size = status.size.max(self.size(to));
         let shape = compare::rolling::SumParams { size, block: 512, key: [3; 32], keep_going: false };
-        let mut index = compare::rolling::Index::new(shape.clone(), status.size).unwrap();
+        let mut index = compare::rolling::BlockIndex::new(shape.clone(), status.size).unwrap();
         compare::rolling::block_sums(&old, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
         index.finish();
         let mut bytes = Vec::new();
@@ -205,7 +205,7 @@ impl Source {
         self.encode_in(header, to, blocks, 3)
     }
 
-    /// The same with so many blocks a frame.
+    /// A delta of these blocks, with so many a frame, as bytes.
     pub(crate) fn encode_in(
         &self,
         header: &Header,
@@ -328,7 +328,7 @@ pub(crate) fn units(bytes: &[u8]) -> Vec<Unit> {
 }
 
 /// Merges a delta.
-pub(crate) fn merge(replica: &mut Replica, bytes: &[u8], commit: Commit) -> Result<Committed> {
+pub(crate) fn merge(replica: &mut Replica, bytes: &[u8], commit: CommitMode) -> Result<Committed> {
     let mut units = units(bytes).into_iter();
     let mut receipt = replica.receive(units.next().expect("a header"), commit)?;
     for unit in units {
@@ -338,7 +338,12 @@ pub(crate) fn merge(replica: &mut Replica, bytes: &[u8], commit: Commit) -> Resu
 }
 
 /// Receives so many frames of a delta, then the link is cut.
-pub(crate) fn receive_part(replica: &mut Replica, bytes: &[u8], commit: Commit, frames: usize) -> Result<()> {
+pub(crate) fn receive_part(
+    replica: &mut Replica,
+    bytes: &[u8],
+    commit: CommitMode,
+    frames: usize,
+) -> Result<()> {
     let mut units = units(bytes).into_iter();
     let mut receipt = replica.receive(units.next().expect("a header"), commit)?;
     for unit in units.take(frames) {
@@ -422,7 +427,7 @@ impl World {
         }
     }
 
-    /// The same world once more.
+    /// A copy of this world.
     pub(crate) fn fork(&self) -> World {
         let other = World::new(self.kind);
         for folder in ["site", "state"] {
@@ -461,25 +466,29 @@ impl World {
 
     pub(crate) fn open_with(&self, power: &Power, adopt: bool, replace: bool) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
-        self.open_in(power, Box::new(folder), &Options { adopt, replace, ..Options::default() })
+        self.open_in(power, Box::new(folder), &ReplicaOptions { adopt, replace, ..ReplicaOptions::default() })
     }
 
     /// Opens it for a sync of its source.
     pub(crate) fn open_for_sync(&self, power: &Power) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
-        self.open_in(power, Box::new(folder), &Options { term: crate::FIRST_TERM, ..Options::default() })
+        self.open_in(
+            power,
+            Box::new(folder),
+            &ReplicaOptions { term: crate::FIRST_TERM, ..ReplicaOptions::default() },
+        )
     }
 
     /// Opens it with this kept of its past from the next commit on.
     pub(crate) fn open_keeping(&self, power: &Power, keep: &crate::Keep) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
-        let options = Options { keep: Some(keep.clone()), ..Options::default() };
+        let options = ReplicaOptions { keep: Some(keep.clone()), ..ReplicaOptions::default() };
         self.open_in(power, Box::new(folder), &options)
     }
 
     pub(crate) fn open_doubting(&self, power: &Power) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
-        self.open_in(power, Box::new(folder), &Options { doubt: true, ..Options::default() })
+        self.open_in(power, Box::new(folder), &ReplicaOptions { doubt: true, ..ReplicaOptions::default() })
     }
 
     /// The folders of a machine, for several lives of a process between two power cuts.
@@ -491,14 +500,14 @@ impl World {
 
     /// Opens the replica's file in a process that is killed after so many steps, on a machine that lives on.
     pub(crate) fn open_mortal(&self, machine: &Machine, steps: &Arc<AtomicU64>) -> Result<Replica> {
-        self.open_mortal_with(machine, steps, &Options::default())
+        self.open_mortal_with(machine, steps, &ReplicaOptions::default())
     }
 
     pub(crate) fn open_mortal_with(
         &self,
         machine: &Machine,
         steps: &Arc<AtomicU64>,
-        options: &Options,
+        options: &ReplicaOptions,
     ) -> Result<Replica> {
         let mortal = |folder: &Arc<FaultyFolder>| {
             let (folder, steps, syncs) = (folder.clone(), steps.clone(), machine.syncs.clone());
@@ -520,7 +529,7 @@ impl World {
         &self,
         power: &Power,
         folder: Box<dyn Folder>,
-        options: &Options,
+        options: &ReplicaOptions,
     ) -> Result<Replica> {
         let group = self.group.lock().unwrap().clone();
         let destination: Box<dyn Destination> = match self.kind {
@@ -551,7 +560,7 @@ impl World {
     }
 
     /// Begins to read the replica, as it is now or was in a state. `None` where it is written to.
-    pub(crate) fn reader(&self, to: Option<Uuid>) -> Result<Option<View>> {
+    pub(crate) fn reader(&self, to: Option<Uuid>) -> Result<Option<MomentView>> {
         let path = self.site().join(NAME);
         let raw = || -> Result<(Arc<dyn Disk>, u64)> {
             if self.kind == Kind::Device {
@@ -562,7 +571,7 @@ impl World {
             file.read_exact_at(&mut inode, 0).unwrap();
             Ok((Arc::new(OpenFile(file)), u64::from_le_bytes(inode)))
         };
-        View::over(&path, &Dir::existing(&self.state()).unwrap(), &raw, to)
+        MomentView::over(&path, &Dir::existing(&self.state()).unwrap(), &raw, to)
     }
 
     /// What the destination holds, `None` if there is none.
@@ -713,7 +722,7 @@ impl Destination for ModelFile {
         self.folder.sync()
     }
 
-    fn group(&self, _group: &Membership) -> io::Result<Box<dyn Folder>> {
+    fn group(&self, _group: &ReplicaMembership) -> io::Result<Box<dyn Folder>> {
         shared(&self.group)
     }
 }
@@ -840,7 +849,7 @@ impl Destination for ModelDevice {
         Ok(self.disk.clone())
     }
 
-    fn group(&self, _group: &Membership) -> io::Result<Box<dyn Folder>> {
+    fn group(&self, _group: &ReplicaMembership) -> io::Result<Box<dyn Folder>> {
         shared(&self.group)
     }
 }

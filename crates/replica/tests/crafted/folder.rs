@@ -4,7 +4,7 @@ use std::path::Path;
 
 use delta::{Encoder, Epoch, Frame, Header, Method, Record};
 use device::Buf;
-use replica::{Commit, Keep, Options, Replica};
+use replica::{CommitMode, Keep, Replica, ReplicaOptions};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use uuid::Uuid;
 
@@ -18,7 +18,7 @@ const NAMES: [&str; 9] =
 
 fn merge(replica: &mut Replica, header: &Header, fill: u8) -> Result<(), Box<dyn std::error::Error>> {
     let (mut encoder, unit) = Encoder::new(header, None)?;
-    let mut receipt = replica.receive(unit, Commit::Journal)?;
+    let mut receipt = replica.receive(unit, CommitMode::Journal)?;
     let record = Record::Data { offset: 0, len: BLOCK.into() };
     let data = Buf::from(&[fill; BLOCK as usize][..]);
     receipt.unit(encoder.frame(Frame { records: vec![record], data })?)?;
@@ -28,7 +28,7 @@ fn merge(replica: &mut Replica, header: &Header, fill: u8) -> Result<(), Box<dyn
 }
 
 /// A replica at its third epoch, which keeps its past.
-fn make(path: &Path, options: &Options) -> Result<(), Box<dyn std::error::Error>> {
+fn make(path: &Path, options: &ReplicaOptions) -> Result<(), Box<dyn std::error::Error>> {
     let mut replica = Replica::open(path, options)?;
     let (source, epochs) =
         (Uuid::from_u128(1), [1, 2, 3].map(|n| Epoch { number: n, id: Uuid::from_u128(n.into()) }));
@@ -92,7 +92,8 @@ pub(crate) fn fuzz_state(bytes: &[u8]) {
     let temp = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a folder");
     let (path, victim) = (temp.path().join("vm.raw"), temp.path().join("victim"));
     std::fs::write(&victim, VICTIM).expect("a file");
-    let options = Options { keep: Some(Keep { last: 2, ..Keep::default() }), ..Options::default() };
+    let options =
+        ReplicaOptions { keep: Some(Keep { last: 2, ..Keep::default() }), ..ReplicaOptions::default() };
     make(&path, &options).expect("a replica");
     let state = temp.path().join(".vm.raw.dsync");
     for part in bytes.chunks_exact(4).take(8) {

@@ -4,8 +4,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use device::{Boot, Clock, Disk, Folder, Medium, Written};
-use replica::{Destination, Membership, Name, Stamp};
+use device::{Boot, Clock, Disk, Folder, Medium, WriteCounts};
+use replica::{Destination, Name, ReplicaMembership, Stamp};
 
 use crate::machine::files::{SimDisk, SimFolder, group_folder, settle};
 use crate::machine::host::{Call, Held, Process, State};
@@ -139,7 +139,7 @@ impl Destination for SimFile {
         })
     }
 
-    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+    fn group(&self, group: &ReplicaMembership) -> io::Result<Box<dyn Folder>> {
         Ok(Box::new(SimFolder::new(&self.process, &group_folder(&group.name))))
     }
 
@@ -211,7 +211,7 @@ impl Destination for SimDevice {
         self.process.host.call(&self.process, Call::Read, |state| {
             let boot = state.boot().0;
             let inode = state.files.inode(self.number)?;
-            let written = Written { sectors: inode.counted, ..Written::default() };
+            let written = WriteCounts { sectors: inode.counted, ..WriteCounts::default() };
             let medium = Medium {
                 id: Some(format!("disk-{}", self.number)),
                 boot,
@@ -228,7 +228,7 @@ impl Destination for SimDevice {
         self.stamp(Name::Final)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+    fn group(&self, group: &ReplicaMembership) -> io::Result<Box<dyn Folder>> {
         Ok(Box::new(SimFolder::new(&self.process, &group_folder(&group.name))))
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use device::Disk as _;
 use replica::Intent;
-use source::{GroupHandle, Membership};
+use source::{GroupHandle, SourceMembership};
 use sync::{DemoteOptions, LastWord, PromoteOptions, Site as _, SyncError};
 
 use crate::machine::files::{SimFolder, group_folder};
@@ -86,7 +86,7 @@ impl Run {
         for at in Self::of_site(0) {
             let process = self.disks[at].host.process();
             let folder = SimFolder::new(&process, &source_folder(self.disks[at].name));
-            let first = Membership::first(GROUP);
+            let first = SourceMembership::first(GROUP);
             let joined = source::join_in(&folder, &self.path(at), first, &|_| Ok(Vec::new()));
             self.disks[at].host.state().end(&process);
             joined.map_err(|error| error.to_string())?;

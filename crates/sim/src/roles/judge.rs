@@ -1,6 +1,6 @@
 //! What must be true of the disks of a run of roles, after any step and at the end.
 
-use replica::{Options, ReplicaError, State};
+use replica::{ReplicaError, ReplicaOptions, State};
 use sync::{Conflict, PromoteOptions, Site as _, SyncError};
 
 use crate::roles::model::{Pages, Place, differing};
@@ -101,7 +101,7 @@ impl Run {
     fn look_at_replica(&mut self, at: usize) -> Checked {
         let name = self.disks[at].name;
         let process = self.disks[at].host.process();
-        let opened = self.site(&process).open(&self.path(at), &Options::default());
+        let opened = self.site(&process).open(&self.path(at), &ReplicaOptions::default());
         let status = opened.map(|replica| replica.status().clone());
         self.disks[at].host.state().end(&process);
         self.note_epochs();
@@ -240,7 +240,9 @@ impl Run {
     fn leave_alone(&mut self, at: usize) {
         let near = self.disks[at].host.process();
         let site = self.site(&near);
-        let _ = site.open(&self.path(at), &Options::default()).and_then(|mut replica| replica.leave_group());
+        let _ = site
+            .open(&self.path(at), &ReplicaOptions::default())
+            .and_then(|mut replica| replica.leave_group());
         drop(site);
         self.disks[at].host.state().end(&near);
     }

@@ -233,7 +233,10 @@ impl Run {
     }
 
     /// What is written down.
-    pub(crate) fn recorded(&self, at: usize) -> (Option<Lineage>, Option<source::About>, Vec<delta::Epoch>) {
+    pub(crate) fn recorded(
+        &self,
+        at: usize,
+    ) -> (Option<Lineage>, Option<source::SourceMetadata>, Vec<delta::Epoch>) {
         let disk = &self.disks[at];
         let process = disk.host.judge();
         let lineage = Lineage::load(&SimFolder::new(&process, &folder_of(disk.name))).ok().flatten();

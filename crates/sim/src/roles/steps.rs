@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use delta::{Event, Record};
 use device::Disk as _;
-use replica::Options;
+use replica::ReplicaOptions;
 use source::Handle;
 use sync::{DemoteOptions, GiveUp, LastWord, MirrorOptions, PromoteOptions, Site as _, SyncError};
 use uuid::Uuid;
@@ -277,7 +277,7 @@ impl Run {
         let site = self.site(&process);
         let chosen = self.dice.bits();
         let name = self.disks[at].name;
-        let result = site.open(&self.path(at), &Options::default()).and_then(|mut replica| {
+        let result = site.open(&self.path(at), &ReplicaOptions::default()).and_then(|mut replica| {
             let moments = replica.history()?.moments;
             let moment = moments.get(chosen as usize % moments.len().max(1)).cloned();
             let Some(moment) = moment else { return Ok(None) };

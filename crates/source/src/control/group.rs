@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::record::bookmarks::is_plain;
-use crate::record::state::{About, StateDir, file_name};
+use crate::record::state::{SourceMetadata, StateDir, file_name};
 use crate::source::{Checkpoint, Source};
 
 const NAME: &str = "group";
@@ -23,7 +23,7 @@ const COMMITTED: &str = "group-committed";
 
 /// The group of a source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Membership {
+pub struct SourceMembership {
     /// The name of the group.
     pub name: String,
     /// The last cut, and the epoch of this source there. `None` before the first.
@@ -37,17 +37,17 @@ pub struct Membership {
     pub file: Option<String>,
 }
 
-impl Membership {
+impl SourceMembership {
     /// The membership of a source that joins.
-    pub fn first(name: &str) -> Membership {
-        Membership { name: name.to_owned(), cut: None, promotion: None, file: None }
+    pub fn first(name: &str) -> SourceMembership {
+        SourceMembership { name: name.to_owned(), cut: None, promotion: None, file: None }
     }
 
     /// Notes the file name under which the user gave the disk, if it is a device or was given by a link.
-    pub fn called(self, given: &Path, is: &Identity) -> Membership {
+    pub fn called(self, given: &Path, is: &Identity) -> SourceMembership {
         let other = is.is_block() || given.file_name() != is.path.file_name();
         let file = given.file_name().filter(|_| other).map(|name| name.to_string_lossy().into_owned());
-        Membership { file, ..self }
+        SourceMembership { file, ..self }
     }
 
     /// What the replica of the source at a path without links is called.
@@ -56,7 +56,7 @@ impl Membership {
     }
 
     /// The group of the source whose folder this is; `None` if it has none.
-    pub fn read(folder: &dyn Folder) -> Result<Option<Membership>, SourceError> {
+    pub fn read(folder: &dyn Folder) -> Result<Option<SourceMembership>, SourceError> {
         crate::record::json::read_json(folder, NAME)
     }
 
@@ -66,7 +66,7 @@ impl Membership {
 
     /// The last cut at which replicas are known to be, and the epoch of this source there. `None` before the first.
     pub fn committed(&self, folder: &dyn Folder) -> Result<Option<(Epoch, Epoch)>, SourceError> {
-        let found = crate::record::json::read_json::<Membership>(folder, COMMITTED)?;
+        let found = crate::record::json::read_json::<SourceMembership>(folder, COMMITTED)?;
         Ok(found.filter(|committed| committed.name == self.name).and_then(|committed| committed.cut))
     }
 }
@@ -78,14 +78,14 @@ pub(crate) fn record_commit(
     members: &[(&dyn Folder, Epoch)],
 ) -> Result<(), SourceError> {
     for (folder, epoch) in members {
-        let committed = Membership { cut: Some((cut, *epoch)), ..Membership::first(name) };
+        let committed = SourceMembership { cut: Some((cut, *epoch)), ..SourceMembership::first(name) };
         crate::record::json::write_json(*folder, COMMITTED, &committed)?;
     }
     Ok(())
 }
 
 /// Sources of a group: where the state of each is, and what it knows of the group.
-pub type Members = Vec<(PathBuf, About, Membership)>;
+pub type Members = Vec<(PathBuf, SourceMetadata, SourceMembership)>;
 
 /// The sources of a group.
 ///
@@ -99,7 +99,7 @@ pub fn group_members(state: &StateDir, name: &str) -> Result<Members, SourceErro
     let mut members = Vec::new();
     for (place, about) in survey.sources {
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-        if let Some(group) = Membership::read(&folder)?.filter(|group| group.name == name) {
+        if let Some(group) = SourceMembership::read(&folder)?.filter(|group| group.name == name) {
             members.push((place, about, group));
         }
     }
@@ -111,7 +111,7 @@ pub fn group_members(state: &StateDir, name: &str) -> Result<Members, SourceErro
 ///
 /// # Errors
 /// If it is not a source, or its folder cannot be written.
-pub fn join_group(state: &StateDir, path: &Path, group: Membership) -> Result<bool, SourceError> {
+pub fn join_group(state: &StateDir, path: &Path, group: SourceMembership) -> Result<bool, SourceError> {
     let Some((place, _)) = state.source(&path.to_string_lossy())? else {
         return Err(SourceError::Unknown(format!("{} is not a known source", path.display())));
     };
@@ -122,15 +122,15 @@ pub fn join_group(state: &StateDir, path: &Path, group: Membership) -> Result<bo
 /// Makes the source with this state folder a member, as [`join_group`] does; `members` lists the sources of a group.
 ///
 /// # Errors
-/// As for [`join_group`].
+/// As [`join_group`].
 #[doc(hidden)]
 pub fn join_in(
     folder: &dyn Folder,
     path: &Path,
-    group: Membership,
+    group: SourceMembership,
     members: &dyn Fn(&str) -> Result<Members, SourceError>,
 ) -> Result<bool, SourceError> {
-    match Membership::read(folder)? {
+    match SourceMembership::read(folder)? {
         Some(known) if known.name != group.name => return Err(in_another(path, &known.name)),
         Some(known) if group.promotion.is_none() || known.promotion == group.promotion => return Ok(false),
         _ => {}
@@ -143,7 +143,7 @@ pub fn join_in(
     if let Some((cut, epoch)) = group.cut {
         record_commit(&group.name, cut, &[(folder, epoch)])?;
     }
-    Membership { promotion, ..group }.write(folder)?;
+    SourceMembership { promotion, ..group }.write(folder)?;
     Ok(true)
 }
 
@@ -151,9 +151,9 @@ pub fn join_in(
 ///
 /// # Errors
 /// `Unknown` if it is in none of that name; `Busy` while a command or a server holds it.
-pub fn leave_group(place: &Path, about: &About, name: &str) -> Result<(), SourceError> {
+pub fn leave_group(place: &Path, about: &SourceMetadata, name: &str) -> Result<(), SourceError> {
     let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
-    if Membership::read(&folder)?.is_none_or(|group| group.name != name) {
+    if SourceMembership::read(&folder)?.is_none_or(|group| group.name != name) {
         return Err(SourceError::Unknown(format!(
             "{} is not in a group \"{name}\": \"dsync status\" lists sources and their groups",
             about.path.display()
@@ -179,8 +179,8 @@ pub fn leave_in(folder: &dyn Folder) -> Result<(), SourceError> {
 pub(crate) fn record_cut(name: &str, members: &[(&dyn Folder, Epoch)]) -> Result<Epoch, SourceError> {
     let mut before = Vec::new();
     for (folder, _) in members {
-        let known = Membership::read(*folder)?.filter(|group| group.name == name);
-        before.push(known.unwrap_or_else(|| Membership::first(name)));
+        let known = SourceMembership::read(*folder)?.filter(|group| group.name == name);
+        before.push(known.unwrap_or_else(|| SourceMembership::first(name)));
     }
     let first = before.first().and_then(|group| group.cut);
     let stands = first.filter(|(cut, _)| {
@@ -192,7 +192,7 @@ pub(crate) fn record_cut(name: &str, members: &[(&dyn Folder, Epoch)]) -> Result
     let last = before.iter().filter_map(|group| group.cut).map(|(cut, _)| cut.number).max().unwrap_or(0);
     let cut = Epoch { number: last + 1, id: Uuid::new_v4() };
     for (group, (folder, epoch)) in before.into_iter().zip(members) {
-        Membership { cut: Some((cut, *epoch)), ..group }.write(*folder)?;
+        SourceMembership { cut: Some((cut, *epoch)), ..group }.write(*folder)?;
     }
     Ok(cut)
 }
@@ -209,8 +209,11 @@ pub(crate) fn in_another(path: &Path, group: &str) -> SourceError {
 ///
 /// # Errors
 /// `Refused` then.
-pub fn check_promotion(name: &str, members: &[(PathBuf, About, Membership)]) -> Result<(), SourceError> {
-    let later = |about: &About| {
+pub fn check_promotion(
+    name: &str,
+    members: &[(PathBuf, SourceMetadata, SourceMembership)],
+) -> Result<(), SourceError> {
+    let later = |about: &SourceMetadata| {
         let known = members.iter().map(|(_, other, _)| other);
         known.filter(|other| other.uuid == about.uuid).max_by_key(|other| other.term)
     };
@@ -233,7 +236,10 @@ pub fn check_promotion(name: &str, members: &[(PathBuf, About, Membership)]) -> 
 }
 
 /// Refuses these members if some of them took over without the others.
-fn one_promotion(name: &str, members: &[(PathBuf, About, Membership)]) -> Result<(), SourceError> {
+fn one_promotion(
+    name: &str,
+    members: &[(PathBuf, SourceMetadata, SourceMembership)],
+) -> Result<(), SourceError> {
     let last = members.iter().max_by_key(|(_, about, group)| (group.promotion.is_some(), about.term));
     let Some((_, first, group)) = last else { return Ok(()) };
     let others = members.iter().filter(|(.., other)| other.promotion != group.promotion);
@@ -290,7 +296,7 @@ impl SourceGroup {
                 )));
             }
         }
-        let is_served = |(_, about, _): &(PathBuf, About, Membership)| {
+        let is_served = |(_, about, _): &(PathBuf, SourceMetadata, SourceMembership)| {
             members
                 .iter()
                 .any(|member| (member.about().uuid, member.about().term) == (about.uuid, about.term))
@@ -301,12 +307,12 @@ impl SourceGroup {
         let (mut joining, mut names) = (Vec::new(), Vec::new());
         for (member, given) in members.iter().zip(&given) {
             let about = member.about();
-            let group = match Membership::read(member.folder())? {
+            let group = match SourceMembership::read(member.folder())? {
                 Some(group) if group.name == name => group,
                 Some(group) => return Err(in_another(&about.path, &group.name)),
                 None => {
-                    let first = Membership::first(name).called(given, &about.identity);
-                    joining.push((member, Membership { promotion, ..first.clone() }));
+                    let first = SourceMembership::first(name).called(given, &about.identity);
+                    joining.push((member, SourceMembership { promotion, ..first.clone() }));
                     first
                 }
             };

@@ -80,7 +80,7 @@ enum Request {
 
 /// The status of a served source.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Status {
+pub struct ServerStatus {
     /// The process that serves it.
     pub process: u32,
     /// Bytes of the disk that it serves.
@@ -132,7 +132,7 @@ enum Response {
         epoch: Epoch,
     },
     Status {
-        status: Status,
+        status: ServerStatus,
         /// The last epoch that the server has recorded.
         recorded: u64,
     },
@@ -544,11 +544,11 @@ fn answer_batch(
 }
 
 /// The status of a held source, and the last epoch that it has recorded.
-pub(crate) fn status(source: &Source) -> Result<(Status, u64), SourceError> {
+pub(crate) fn status(source: &Source) -> Result<(ServerStatus, u64), SourceError> {
     let (lost, recorded) = source.lost_since();
     let (active_regions, region) = source.disk().active_regions();
     let views = source.disk().views();
-    let status = Status {
+    let status = ServerStatus {
         process: std::process::id(),
         size: device::Disk::len(source.disk()),
         dirty: source.dirty()?.count(),
@@ -590,19 +590,19 @@ pub(crate) struct ServedBatch {
 }
 
 /// A connection to the server of a source.
-pub struct Client {
+pub struct ControlClient {
     socket: Arc<UnixStream>,
 }
 
-impl Client {
+impl ControlClient {
     /// Connects to the server of the source whose folder this is; `None` if there is none.
-    pub fn connect(folder: &Path) -> Result<Option<Client>, SourceError> {
+    pub fn connect(folder: &Path) -> Result<Option<ControlClient>, SourceError> {
         let connect = || {
             let (_fd, path) = address(folder)?;
             UnixStream::connect(path)
         };
         match connect() {
-            Ok(socket) => Ok(Some(Client { socket: Arc::new(socket) })),
+            Ok(socket) => Ok(Some(ControlClient { socket: Arc::new(socket) })),
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
                 Ok(None)
             }
@@ -611,7 +611,7 @@ impl Client {
     }
 
     /// A connection to a source that this process holds.
-    pub(crate) fn within(source: &Arc<Source>) -> Result<Client, SourceError> {
+    pub(crate) fn within(source: &Arc<Source>) -> Result<ControlClient, SourceError> {
         let failed = || SourceError::state("talk about", source.folder().path());
         let (ours, theirs) = UnixStream::pair().map_err(failed())?;
         let source = source.clone();
@@ -620,7 +620,7 @@ impl Client {
         };
         let thread = std::thread::Builder::new().name("control".into()).spawn(answering);
         thread.map_err(SourceError::state("start a thread for", Path::new("a conversation")))?;
-        Ok(Client { socket: Arc::new(ours) })
+        Ok(ControlClient { socket: Arc::new(ours) })
     }
 
     fn ask(&self, ask: &Request) -> Result<Received<Response>, SourceError> {
@@ -752,7 +752,7 @@ impl Client {
 
     /// The tracker's status, for one who has read this history. Of an epoch that is just being recorded the history may be the first to
     /// know: what was lost before it is said there.
-    pub fn status(&self, history: &History) -> Result<Status, SourceError> {
+    pub fn status(&self, history: &History) -> Result<ServerStatus, SourceError> {
         match self.ask(&Request::Status)?.0 {
             Response::Status { mut status, recorded } => {
                 status.lost.take_if(|_| history.last().is_some_and(|last| last.number > recorded));
@@ -824,7 +824,7 @@ mod tests {
     fn a_reader_is_told_before_its_views_are_let_go() {
         let (source, _server, _temp) = served();
         for _ in 0..20 {
-            let client = Client::connect(source.folder().path()).unwrap().unwrap();
+            let client = ControlClient::connect(source.folder().path()).unwrap().unwrap();
             // Many, so that releasing them takes time.
             let views: Vec<_> = (0..100).map(|_| client.view(false).unwrap()).collect();
             let alive = client.alive();

@@ -14,15 +14,15 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use device::{Boot, Clock, DeviceError, Disk, Format, Identity, WriteWatch, Written};
+use device::{Boot, Clock, DeviceError, Disk, Format, Identity, WriteCounts, WriteWatch};
 use extents::Extents;
-use qcow2::{Head, Image, Use};
+use qcow2::{Image, ImageHeader, Use};
 
 use crate::SourceError;
 
 /// What a source must know of its file or device, besides its bytes.
 pub trait Backing: Send + Sync {
-    /// Its present identity.
+    /// The present identity of the file or device.
     fn identity(&self) -> Result<Identity, SourceError>;
     /// The boot of the machine.
     fn boot(&self) -> Boot;
@@ -37,7 +37,7 @@ pub trait Backing: Send + Sync {
         self.reader()
     }
     /// The kernel's count of writes to a block device; `None` where there is none.
-    fn written(&self) -> Option<Written> {
+    fn written(&self) -> Option<WriteCounts> {
         None
     }
     /// Makes a file durable with its times, and returns the time of change that it had before, in nanoseconds since 1970; 0 where there
@@ -95,12 +95,12 @@ impl PathBacking {
         PathBacking { identity: Mutex::new(identity), object, boot, format, image: None, socket }
     }
 
-    /// The same where this process has the disk in it open.
+    /// Reads through `image`, the qcow2 file that this process has open.
     pub(crate) fn over(self, image: Arc<Image>) -> PathBacking {
         PathBacking { image: Some(image), ..self }
     }
 
-    /// Its identity when it was last checked.
+    /// The identity of the disk when it was last checked.
     fn known(&self) -> std::sync::MutexGuard<'_, Identity> {
         self.identity.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -153,9 +153,9 @@ impl Backing for PathBacking {
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.open(false)
     }
-    fn written(&self) -> Option<Written> {
+    fn written(&self) -> Option<WriteCounts> {
         let now = self.identity().ok().filter(Identity::is_block)?;
-        Written::of(now.dev)
+        WriteCounts::of(now.dev)
     }
     fn durable_time(&self) -> Result<i64, SourceError> {
         let now = self.identity()?;
@@ -187,7 +187,7 @@ pub fn disk_in(file: Identity, format: Format) -> Result<Identity, SourceError> 
         return Ok(file);
     }
     #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
-    let head = File::open(&file.path).and_then(|open| Head::of(&open));
+    let head = File::open(&file.path).and_then(|open| ImageHeader::of(&open));
     // What is no such file any more has no disk: another size is another disk.
     let size = head.map_err(SourceError::state("read", &file.path))?.map_or(0, |head| head.size);
     Ok(Identity { size, ..file })
@@ -202,8 +202,8 @@ pub(crate) fn open_image(path: &Path, access: Use, serves: Option<&Path>) -> Res
     #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
     let opened = File::options().read(true).write(access == Use::Write).open(path);
     let file = opened.map_err(SourceError::state("open", path))?;
-    let head = Head::of(&file).map_err(SourceError::state("read", path))?;
-    let refuses = if access == Use::Read { Head::refusal_of_reader } else { Head::refusal };
+    let head = ImageHeader::of(&file).map_err(SourceError::state("read", path))?;
+    let refuses = if access == Use::Read { ImageHeader::refusal_of_reader } else { ImageHeader::refusal };
     let refusal = head.as_ref().map_or(Some(("it is no qcow2 file any more", "restore it")), refuses);
     if let Some((why, way_out)) = refusal {
         return Err(SourceError::Refused(format!("{} cannot be a source: {why}: {way_out}", path.display())));
@@ -235,7 +235,7 @@ pub(crate) fn open_reader(
     followed: &Identity,
     direct: bool,
 ) -> Result<Arc<dyn Disk>, SourceError> {
-    let disk = device::open(path, &device::Options { write: false, direct, exclusive: false })?;
+    let disk = device::open(path, &device::DiskOptions { write: false, direct, exclusive: false })?;
     if !device::identity(path)?.same_object(followed) {
         return Err(SourceError::Replaced(path.to_path_buf()));
     }

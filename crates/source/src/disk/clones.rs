@@ -39,8 +39,8 @@ use crate::disk::backing::Backing;
 use crate::disk::rests::Rests;
 use crate::record::history::History;
 use crate::record::json::{read_json, write_json};
-use crate::record::stamp::Verdict;
-use crate::record::state::About;
+use crate::record::stamp::StampVerdict;
+use crate::record::state::SourceMetadata;
 use crate::{Gap, SourceError};
 
 const NAME: &str = "clones";
@@ -53,7 +53,7 @@ pub trait Around: Debug + Send + Sync {
     /// Why it must not be.
     fn before(&self) -> Result<(), String>;
 
-    /// It was made, or not.
+    /// The clone was made, or not.
     fn after(&self, made: bool);
 }
 
@@ -158,7 +158,7 @@ fn open_image(path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// If the state cannot be read or written.
-pub(crate) fn drop_kept(folder: &dyn Folder, about: &About) -> Result<(), SourceError> {
+pub(crate) fn drop_kept(folder: &dyn Folder, about: &SourceMetadata) -> Result<(), SourceError> {
     if let Some(kept) = kept(folder)?.filter(|kept| !kept.is_empty()) {
         write_json(folder, NAME, &Vec::<Kept>::new())?;
         kept.iter().for_each(Kept::forget);
@@ -171,7 +171,7 @@ pub(crate) fn drop_kept(folder: &dyn Folder, about: &About) -> Result<(), Source
 ///
 /// # Errors
 /// If the state cannot be read or written, or a clone not removed: then the source is tracked as before.
-pub(crate) fn end(folder: &dyn Folder, about: &About) -> Result<bool, SourceError> {
+pub(crate) fn end(folder: &dyn Folder, about: &SourceMetadata) -> Result<bool, SourceError> {
     let list = kept(folder)?.unwrap_or_default();
     let mut found = false;
     for kept in &list {
@@ -211,7 +211,7 @@ impl NewClone {
     /// `Busy` while another dsync writes to the image as a replica; `Hook` with what `around` says; if the state cannot be read or written.
     pub(crate) fn make(
         state: Arc<dyn Folder>,
-        about: &About,
+        about: &SourceMetadata,
         last: Option<Epoch>,
         around: Option<&dyn Around>,
     ) -> Result<Result<NewClone, String>, SourceError> {
@@ -244,17 +244,17 @@ impl NewClone {
     }
 
     /// What is known of the disk, by what its record says.
-    pub(crate) fn verdict(&self, recorded: Verdict) -> Verdict {
+    pub(crate) fn verdict(&self, recorded: StampVerdict) -> StampVerdict {
         match (recorded, &self.since) {
             // Whether that is wanted only its user can say.
-            (Verdict::Lost(other @ Gap::OtherContent(_)), _) => Verdict::Lost(other),
-            (_, Ok(_)) => Verdict::Trusted { power_lost: false },
+            (StampVerdict::Lost(other @ Gap::OtherContent(_)), _) => StampVerdict::Lost(other),
+            (_, Ok(_)) => StampVerdict::Trusted { power_lost: false },
             // The record is of the image just before its clone.
-            (Verdict::Trusted { .. }, Err(_)) if !self.is_still => {
-                Verdict::Lost("it was written to while it was cloned".into())
+            (StampVerdict::Trusted { .. }, Err(_)) if !self.is_still => {
+                StampVerdict::Lost("it was written to while it was cloned".into())
             }
-            (recorded @ (Verdict::Trusted { .. } | Verdict::New), Err(_)) => recorded,
-            (_, Err(why)) => Verdict::Lost(why.clone()),
+            (recorded @ (StampVerdict::Trusted { .. } | StampVerdict::New), Err(_)) => recorded,
+            (_, Err(why)) => StampVerdict::Lost(why.clone()),
         }
     }
 
@@ -276,8 +276,8 @@ impl NewClone {
         CloneBacking { file: self.file.clone(), path: self.path(), image: self.image.clone(), boot }
     }
 
-    /// It will be that of an epoch which is about to be written to the history, or is the last one there and has none that holds: unless the source's disk
-    /// is the image itself, and was written to since. Durable on return.
+    /// Keeps the clone for an epoch which is about to be written to the history, or is the last one there and has none that holds: unless the
+    /// source's disk is the image itself, and was written to since. Durable on return.
     ///
     /// # Errors
     /// If that cannot be written.
@@ -391,7 +391,7 @@ fn clone_now(
 /// Makes a disk of a clone, which is opened again by what it is.
 fn open_disk(clone: &File, path: &Path) -> Result<Arc<dyn Disk>, SourceError> {
     let file = clone.try_clone().map_err(SourceError::state("open", path))?;
-    Ok(device::adopt(file, path, &device::Options { direct: true, ..Default::default() })?)
+    Ok(device::adopt(file, path, &device::DiskOptions { direct: true, ..Default::default() })?)
 }
 
 /// A hidden folder beside an image.
@@ -441,12 +441,12 @@ fn since(kept: Option<&Kept>, new: &File) -> Result<Vec<std::ops::Range<u64>>, G
 }
 
 /// How the names of a source's clones begin. Another state directory may know this image as well.
-fn prefix(about: &About) -> String {
+fn prefix(about: &SourceMetadata) -> String {
     format!("clone-{}-", about.uuid)
 }
 
 /// Removes clones of a source that a crash has left. Returns whether there were any.
-fn remove_strays(about: &About, kept: &[Kept]) -> bool {
+fn remove_strays(about: &SourceMetadata, kept: &[Kept]) -> bool {
     let (place, prefix) = (beside(&about.path, "dsync-clones"), prefix(about));
     let Ok(dir) = Dir::existing(&place) else { return false };
     let names = dir.list().unwrap_or_default();

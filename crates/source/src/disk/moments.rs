@@ -22,15 +22,15 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Boot, DeviceErrorKind, Dir, Disk, DiskKind, Folder, Identity, WriteWatch};
 use extents::Extents;
-use qcow2::Head;
+use qcow2::ImageHeader;
 use serde::{Deserialize, Serialize};
 
 use crate::disk::backing::Backing;
 use crate::disk::clones;
 use crate::record::history::History;
 use crate::record::json::{read_json, write_json};
-use crate::record::stamp::Verdict;
-use crate::record::state::{About, StateDir};
+use crate::record::stamp::StampVerdict;
+use crate::record::state::{SourceMetadata, StateDir};
 use crate::{Gap, SourceError};
 
 const NAME: &str = "moments";
@@ -226,7 +226,7 @@ impl NewMoment {
     /// `Refused` if the list does not fit the last epoch or the disk, and if the source has a record of its own.
     pub(crate) fn take(
         state: Arc<dyn Folder>,
-        about: &About,
+        about: &SourceMetadata,
         history: &History,
         told: &Told,
         size: u64,
@@ -264,20 +264,22 @@ impl NewMoment {
     }
 
     /// What is known of the disk, by what its record says.
-    pub(crate) fn verdict(&self, recorded: Verdict) -> Verdict {
+    pub(crate) fn verdict(&self, recorded: StampVerdict) -> StampVerdict {
         match (&self.since, recorded) {
             // Whether that is wanted only its user can say.
-            (_, Verdict::Lost(other @ Gap::OtherContent(_))) if !self.elsewhere => Verdict::Lost(other),
+            (_, StampVerdict::Lost(other @ Gap::OtherContent(_))) if !self.elsewhere => {
+                StampVerdict::Lost(other)
+            }
             // It was the moment of the last epoch, and was written to since.
-            (Ok(_), Verdict::Lost(why)) if self.is_last && !self.elsewhere => Verdict::Lost(why),
-            (Ok(_), _) => Verdict::Trusted { power_lost: false },
+            (Ok(_), StampVerdict::Lost(why)) if self.is_last && !self.elsewhere => StampVerdict::Lost(why),
+            (Ok(_), _) => StampVerdict::Trusted { power_lost: false },
             (Err(_), recorded) if !self.elsewhere => recorded,
-            (Err(_), Verdict::New) => Verdict::New,
-            (Err(why), _) => Verdict::Lost(why.clone()),
+            (Err(_), StampVerdict::New) => StampVerdict::New,
+            (Err(why), _) => StampVerdict::Lost(why.clone()),
         }
     }
 
-    /// It will be that of an epoch which is about to be written to the history, or is the last one there. Durable on return.
+    /// Keeps the moment for an epoch which is about to be written to the history, or is the last one there. Durable on return.
     ///
     /// # Errors
     /// If that cannot be written.
@@ -307,11 +309,11 @@ impl Told {
         }
     }
 
-    /// The same with a list in place of a bitmap.
+    /// What was told, with the list of changes that was read from its bitmap.
     ///
     /// # Errors
     /// If there is no such bitmap, or it is of another disk.
-    pub(crate) fn listed(&self, backing: &dyn Backing, about: &About) -> Result<Told, SourceError> {
+    pub(crate) fn listed(&self, backing: &dyn Backing, about: &SourceMetadata) -> Result<Told, SourceError> {
         let ToldChanges::Bitmap { since, context } = &self.changes else { return Ok(self.clone()) };
         let size = about.identity.size;
         let ranges = match backing.bitmap(context) {
@@ -347,7 +349,7 @@ impl Told {
         }
     }
 
-    fn other_size(&self, about: &About, was: u64, is: u64) -> SourceError {
+    fn other_size(&self, about: &SourceMetadata, was: u64, is: u64) -> SourceError {
         SourceError::Refused(format!(
             "the moment \"{}\" of {} had {} when it was recorded, and has {} now, so it is another one: give each moment a name of its own",
             self.name.as_deref().unwrap_or_default(),
@@ -357,7 +359,7 @@ impl Told {
         ))
     }
 
-    fn not_at(&self, about: &About, kept: Option<&Kept>) -> SourceError {
+    fn not_at(&self, about: &SourceMetadata, kept: Option<&Kept>) -> SourceError {
         SourceError::Refused(format!(
             "{} at its last epoch is {}, not the moment \"{}\": give the one that was synced last",
             about.path.display(),
@@ -373,7 +375,7 @@ fn qcow2_size(path: &Path) -> Result<Option<u64>, SourceError> {
         return Ok(None);
     }
     #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
-    let head = File::open(path).and_then(|file| Head::of(&file));
+    let head = File::open(path).and_then(|file| ImageHeader::of(&file));
     Ok(head.map_err(SourceError::state("read", path))?.map(|head| head.size))
 }
 
@@ -401,7 +403,7 @@ impl ChangeList {
     fn check(
         &self,
         told: &Told,
-        about: &About,
+        about: &SourceMetadata,
         kept: Option<&Kept>,
         (was, size): (u64, u64),
     ) -> Result<(), SourceError> {

@@ -8,10 +8,10 @@ use delta::Epoch;
 use crate::disk::backing::Backing;
 use crate::disk::clones::NewClone;
 use crate::disk::moments::NewMoment;
-use crate::record::stamp::Verdict;
+use crate::record::stamp::StampVerdict;
 use crate::{Gap, SourceError};
 
-/// Who says, other than the record, what was written to a source before it was opened; until that is in an epoch.
+/// What tells, other than the record, what was written to a source before it was opened; until that is in an epoch.
 pub(crate) enum Outside {
     /// The file system, by a clone of its image.
     Clone(NewClone),
@@ -29,7 +29,7 @@ impl Outside {
     }
 
     /// What is known of the disk, by what its record says.
-    pub(crate) fn verdict(&self, recorded: Verdict) -> Verdict {
+    pub(crate) fn verdict(&self, recorded: StampVerdict) -> StampVerdict {
         match self {
             Outside::Clone(clone) => clone.verdict(recorded),
             Outside::Moment(moment) => moment.verdict(recorded),
@@ -52,7 +52,7 @@ impl Outside {
         }
     }
 
-    /// It is that of an epoch which is about to be written to the history, or is the last one there. Durable on return.
+    /// Keeps what was said with an epoch which is about to be written to the history, or is the last one there. Durable on return.
     ///
     /// # Errors
     /// If that cannot be written.

@@ -95,7 +95,7 @@ impl Clock {
 }
 
 /// File systems about to be frozen; the watchdog is running.
-pub struct Prepared {
+pub struct PreparedFreeze {
     mounts: Vec<(PathBuf, File)>,
     devs: Vec<u64>,
     rcu: Option<ExpeditedRcu>,
@@ -108,7 +108,7 @@ const SHORT: Duration = Duration::from_millis(20);
 /// Under load each run leaves what was written meanwhile: more runs do not help.
 const RUNS: usize = 4;
 
-impl Prepared {
+impl PreparedFreeze {
     /// Writes out the file systems' caches until little is left, so that a freeze has little to write
     /// while all writers wait.
     pub fn settle(&self) -> Result<(), FreezeError> {
@@ -133,7 +133,7 @@ impl Prepared {
     /// # Errors
     /// If one cannot be frozen, or not within the limit; then none is.
     pub fn freeze(self) -> Result<Freeze, FreezeError> {
-        let Prepared { mounts, devs, rcu, watchdog, limit } = self;
+        let PreparedFreeze { mounts, devs, rcu, watchdog, limit } = self;
         rcu.iter().for_each(ExpeditedRcu::begin);
         let clock = Clock { began: Instant::now(), limit };
         // Dropping the freeze thaws what was frozen.
@@ -167,7 +167,7 @@ fn explained(error: io::Error) -> io::Error {
 
 impl Freeze {
     /// Prepares to freeze file systems, for at most `limit`.
-    pub fn prepare(mounts: &[Mount], limit: Duration) -> Result<Prepared, FreezeError> {
+    pub fn prepare(mounts: &[Mount], limit: Duration) -> Result<PreparedFreeze, FreezeError> {
         let devs = mounts.iter().map(|mount| mount.dev).collect();
         let mounts = mounts.iter().map(open).collect::<Result<Vec<_>, _>>()?;
         let rcu = ExpeditedRcu::ready();
@@ -177,7 +177,7 @@ impl Freeze {
             limit,
         };
         let watchdog = Watchdog::start(&args).map_err(|error| refused(&mounts, error))?;
-        Ok(Prepared { mounts, devs, rcu, watchdog, limit })
+        Ok(PreparedFreeze { mounts, devs, rcu, watchdog, limit })
     }
 
     /// Thaws. Returns how long the freeze lasted.

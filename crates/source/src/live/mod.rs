@@ -34,7 +34,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use delta::Epoch;
-use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, WriteTimes, Written};
+use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, WriteCounts, WriteTimes};
 use extents::Bitmap;
 use serde::{Deserialize, Serialize};
 use trackers::{Felt, Tracker, TrackerLock};
@@ -48,13 +48,13 @@ use crate::record::bookmarks::{Bookmarks, Reached};
 use crate::record::history::History;
 use crate::record::lives;
 use crate::record::stamp::ImageStamp;
-use crate::record::state::{About, StateDir, about_in, write_about};
+use crate::record::state::{SourceMetadata, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
 use crate::views::courtesy::{Courtesy, Feels};
 use crate::views::memory_view::{MemoryReader, MemoryView};
 use crate::views::shared::View;
 use crate::{Gap, SourceError};
-use freeze::{Freeze, FreezeError, Prepared};
+use freeze::{Freeze, FreezeError, PreparedFreeze};
 
 /// Whether file systems may be frozen for the last pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -123,7 +123,7 @@ impl Cut {
 
 /// A live disk, held.
 pub struct Live {
-    about: About,
+    about: SourceMetadata,
     folder: Arc<dyn Folder>,
     tracker: Box<dyn Tracker>,
     disk: Arc<dyn Disk>,
@@ -208,7 +208,7 @@ impl Live {
         };
         let disk = open_reader(&path, &identity, true)?;
         let block_size = tracker.block_size();
-        let about = About { path, ..About::new(uuid, identity, block_size) };
+        let about = SourceMetadata { path, ..SourceMetadata::new(uuid, identity, block_size) };
         let about = match known {
             Some((_, known)) => about.in_term_of(about_in(&folder)?.unwrap_or(known)),
             None => about,
@@ -223,7 +223,7 @@ impl Live {
     /// Opens a live disk from its parts. Takes no lock.
     #[doc(hidden)]
     pub fn over(
-        mut about: About,
+        mut about: SourceMetadata,
         disk: Arc<dyn Disk>,
         folder: Arc<dyn Folder>,
         tracker: Box<dyn Tracker>,
@@ -253,18 +253,13 @@ impl Live {
     }
 
     /// What the source's folder says of it.
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &SourceMetadata {
         &self.about
     }
 
     /// Bytes of the disk.
     pub fn size(&self) -> u64 {
         self.disk.len()
-    }
-
-    /// The tracker that follows it.
-    pub fn tracker(&self) -> &dyn Tracker {
-        &*self.tracker
     }
 
     pub(crate) fn backing(&self) -> Arc<dyn Backing> {
@@ -335,9 +330,9 @@ impl Live {
     }
 
     /// The kernel's count of writes to the disk, if there is one.
-    fn written(&self) -> Option<Written> {
+    fn written(&self) -> Option<WriteCounts> {
         let identity = &self.about.identity;
-        identity.is_block().then(|| Written::of(identity.dev)).flatten()
+        identity.is_block().then(|| WriteCounts::of(identity.dev)).flatten()
     }
 
     fn flush_device(&self) -> Result<(), SourceError> {
@@ -388,7 +383,7 @@ impl Live {
     /// The last pass of several disks, all as of one moment: all file systems are frozen before the first record is read.
     ///
     /// # Errors
-    /// As for [`Live::cut`]; refused without a freeze.
+    /// As [`Live::cut`]; refused without a freeze.
     pub(crate) fn cut_together(
         members: &[(&Live, &Bitmap)],
         options: &CutOptions,
@@ -518,7 +513,7 @@ impl Live {
     fn read_while_it_shrinks(
         &self,
         epochs: &mut Epochs,
-        prepared: &Prepared,
+        prepared: &PreparedFreeze,
         capture: &mut MemoryReader,
     ) -> Result<u64, SourceError> {
         let mut convergence = Convergence::new(LITTLE);
@@ -568,7 +563,7 @@ impl Live {
     ///
     /// A write in flight at the checkpoint does not matter: whether it reached the disk before the read or after, the copy is
     /// a state that a power cut at the checkpoint could have left. But a later one to the same blocks shows in the count only.
-    fn nobody_wrote(&self, before: Option<Written>) -> Result<bool, SourceError> {
+    fn nobody_wrote(&self, before: Option<WriteCounts>) -> Result<bool, SourceError> {
         let dirty = self.tracker.dirty()?;
         let now = self.written();
         let counted = now.is_some_and(|count| count.in_flight == 0) && now == before;

@@ -111,7 +111,7 @@ fn take_shelter(pid: Pid) -> Vec<PathBuf> {
     hierarchies.map(|place| place.join(SHELTER)).filter(|place| move_to(place, pid)).collect()
 }
 
-/// Another watchdog may remove the group between its creation and our move.
+/// Attempts to enter a control group, which another watchdog may remove between its creation and our move.
 const TRIES: usize = 5;
 
 #[allow(clippy::disallowed_methods, reason = "in cgroupfs")]
@@ -197,7 +197,7 @@ unsafe fn watch(child: &ChildArgs) -> ! {
 /// Thaws what may be frozen. False if it should be tried again.
 ///
 /// # Safety
-/// As for [`watch`].
+/// As [`watch`].
 unsafe fn thaw(child: &ChildArgs, begun: usize) -> bool {
     let mut done = true;
     // SAFETY: system calls with valid arguments only; see the caller.

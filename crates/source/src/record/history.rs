@@ -96,7 +96,7 @@ pub struct EpochInfo {
 /// The epoch of a part of a replica: the bytes below `upto` (and not below that of the previous position) are of `epoch`. What
 /// is beyond the last position is missing yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Position {
+pub struct KnownPosition {
     /// The epoch.
     pub epoch: Epoch,
     /// The first byte after.
@@ -325,11 +325,6 @@ impl History {
         self.by_id(id).is_some()
     }
 
-    /// Bytes of the log.
-    pub fn bytes(&self) -> u64 {
-        self.end
-    }
-
     /// Appends an epoch; durable on return. After an error the log is as before.
     pub(crate) fn append(
         &mut self,
@@ -446,7 +441,7 @@ impl History {
     }
 
     /// Checks whether [`History::changes_since`] would succeed, without reading the changes.
-    pub fn reaches(&self, positions: &[Position]) -> Result<(), SourceError> {
+    pub fn reaches(&self, positions: &[KnownPosition]) -> Result<(), SourceError> {
         for position in positions {
             let at = self.locate(&position.epoch)?;
             if let Some(why) = self.entries[at..].iter().find_map(|e| e.head.lost.clone()) {
@@ -463,7 +458,7 @@ impl History {
     /// `Lost` if there is a gap in between, `Foreign` if a position is not in this source's past.
     pub fn changes_since(
         &self,
-        positions: &[Position],
+        positions: &[KnownPosition],
         block_size: u32,
         into: &Bitmap,
     ) -> Result<Vec<Epoch>, SourceError> {
@@ -491,7 +486,7 @@ impl History {
             )));
         }
         let entries = &self.entries[..end];
-        self.changes_in(entries, &[Position { epoch: *since, upto: u64::MAX }], block_size, into)?;
+        self.changes_in(entries, &[KnownPosition { epoch: *since, upto: u64::MAX }], block_size, into)?;
         // A disk that shrank and grew again has lost what it held there.
         let spanned = &entries[first.saturating_sub(1).min(end - 1)..];
         let least = spanned.iter().map(|e| e.head.size).min().unwrap_or(0);
@@ -504,7 +499,7 @@ impl History {
     fn changes_in(
         &self,
         entries: &[Entry],
-        positions: &[Position],
+        positions: &[KnownPosition],
         block_size: u32,
         into: &Bitmap,
     ) -> Result<Vec<Epoch>, SourceError> {
@@ -720,8 +715,8 @@ mod tests {
             ends.sort_unstable();
             ends.dedup();
             let at: Vec<usize> = cuts.iter().take(ends.len()).map(|c| c.0.index(ids.len())).collect();
-            let positions: Vec<Position> =
-                ends.iter().zip(&at).map(|(end, i)| Position { epoch: ids[*i], upto: end * 4096 }).collect();
+            let positions: Vec<KnownPosition> =
+                ends.iter().zip(&at).map(|(end, i)| KnownPosition { epoch: ids[*i], upto: end * 4096 }).collect();
             let found = Bitmap::new(BLOCKS);
             let chain = history.changes_since(&positions, 4096, &found).unwrap();
             let mut expected = BTreeSet::new();
@@ -744,7 +739,7 @@ mod tests {
         let last = epoch(12);
         history.append(last, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, &[7])).unwrap();
         let since = |epoch: Epoch| {
-            history.changes_since(&[Position { epoch, upto: u64::MAX }], 4096, &Bitmap::new(BLOCKS))
+            history.changes_since(&[KnownPosition { epoch, upto: u64::MAX }], 4096, &Bitmap::new(BLOCKS))
         };
         assert!(matches!(since(ids[0]), Err(SourceError::Lost { since: 3, .. })));
         assert!(matches!(since(epoch(6)), Err(SourceError::Foreign(_))), "another id under a known number");
@@ -778,7 +773,7 @@ mod tests {
     /// Compares what a replica at an epoch is said to lack with what it does lack.
     fn misses(history: &History, ids: &[Epoch], epochs: &[Vec<u64>], at: usize) -> Option<String> {
         let found = Bitmap::new(BLOCKS);
-        let position = Position { epoch: ids[at], upto: u64::MAX };
+        let position = KnownPosition { epoch: ids[at], upto: u64::MAX };
         let known = history.last().and_then(|last| ids.iter().position(|id| *id == last)).unwrap_or(0);
         match history.changes_since(&[position], 4096, &found) {
             Ok(_) => {
@@ -812,7 +807,7 @@ mod tests {
             assert_eq!(history.last(), Some(ids[5]), "{what}: what came later still stands");
             for at in 0..6 {
                 assert_eq!(misses(&history, &ids, &epochs, at), None, "{what}");
-                let position = [Position { epoch: ids[at], upto: u64::MAX }];
+                let position = [KnownPosition { epoch: ids[at], upto: u64::MAX }];
                 match history.reaches(&position) {
                     Ok(()) => assert!(at > hurt, "{what}: {at}"),
                     Err(SourceError::Lost { .. }) => assert!(at <= hurt, "{what}: {at}"),
@@ -824,7 +819,7 @@ mod tests {
             history.append(next, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, &[9])).unwrap();
             let again = History::read(&dir).unwrap();
             assert_eq!((again.last(), again.entries.len()), (Some(next), 6), "{what}");
-            again.reaches(&[Position { epoch: ids[5], upto: u64::MAX }]).unwrap();
+            again.reaches(&[KnownPosition { epoch: ids[5], upto: u64::MAX }]).unwrap();
         }
     }
 
@@ -844,7 +839,7 @@ mod tests {
         assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
         let blocks = BLOCKS + (TIDY_AT as u64 - 1) / 3;
         let found = Bitmap::new(blocks);
-        history.changes_since(&[Position { epoch: ids[3], upto: u64::MAX }], 4096, &found).unwrap();
+        history.changes_since(&[KnownPosition { epoch: ids[3], upto: u64::MAX }], 4096, &found).unwrap();
         let changed = (TIDY_AT as u64 - 1) / 6 + 1;
         assert!(found.all(0..changed) && found.count() == changed);
         assert!(History::read(&dir).unwrap().entries.iter().all(|e| e.head.lost.is_none()));
@@ -865,7 +860,7 @@ mod tests {
         }
         let since = |at: Epoch| {
             let found = Bitmap::new(BLOCKS);
-            history.changes_since(&[Position { epoch: at, upto: u64::MAX }], 4096, &found).map(|_| found)
+            history.changes_since(&[KnownPosition { epoch: at, upto: u64::MAX }], 4096, &found).map(|_| found)
         };
         assert!(matches!(since(ids[0]), Err(SourceError::Lost { .. })));
         let found = since(ids[ids.len() - 2]).unwrap();
@@ -883,13 +878,13 @@ mod tests {
         // The bookmark finds exactly its changes; an epoch inside a fold finds at least them.
         for at in [100, 101, 150, 255, 300, 511] {
             let found = Bitmap::new(BLOCKS);
-            let position = Position { epoch: ids[at], upto: u64::MAX };
+            let position = KnownPosition { epoch: ids[at], upto: u64::MAX };
             let chain = history.changes_since(&[position], 4096, &found).unwrap();
             assert!(many[at + 1..].iter().flatten().all(|b| found.get(*b)), "from {at}");
             assert_eq!(chain.first(), Some(&ids[at]));
             assert_eq!(chain.last(), ids.last());
         }
-        let before = Position { epoch: ids[50], upto: u64::MAX };
+        let before = KnownPosition { epoch: ids[50], upto: u64::MAX };
         assert!(matches!(
             history.changes_since(&[before], 4096, &Bitmap::new(BLOCKS)),
             Err(SourceError::Lost { .. })

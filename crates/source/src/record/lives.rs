@@ -20,7 +20,7 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::record::json::{read_json, write_json};
-use crate::record::state::{About, about_in, write_about};
+use crate::record::state::{SourceMetadata, about_in, write_about};
 
 const NAME: &str = "batches";
 
@@ -32,7 +32,7 @@ const NOTED_EVERY: Duration = Duration::from_secs(1);
 struct Drawn(Point);
 
 /// The last batch of a source's present life that may have been sent.
-fn drawn(folder: &dyn Folder, about: &About) -> Result<Option<Point>, SourceError> {
+fn drawn(folder: &dyn Folder, about: &SourceMetadata) -> Result<Option<Point>, SourceError> {
     let drawn: Option<Drawn> = match read_json(folder, NAME) {
         // A replica that got one counts as ahead then.
         Err(SourceError::Damaged { .. }) => None,
@@ -46,7 +46,7 @@ fn drawn(folder: &dyn Folder, about: &About) -> Result<Option<Point>, SourceErro
 ///
 /// # Errors
 /// If its state cannot be read.
-pub fn lives(folder: &dyn Folder, about: &About, last: Option<Epoch>) -> Result<Lives, SourceError> {
+pub fn lives(folder: &dyn Folder, about: &SourceMetadata, last: Option<Epoch>) -> Result<Lives, SourceError> {
     let drawn = drawn(folder, about)?.map_or(0, |drawn| drawn.n);
     let mut lives = about.lives.clone();
     let begun = lives.lives().iter().skip(1).map(Point::cut).max().unwrap_or(0);
@@ -60,21 +60,25 @@ pub fn lives(folder: &dyn Folder, about: &About, last: Option<Epoch>) -> Result<
 ///
 /// # Errors
 /// If that cannot be written.
-pub(crate) fn begin(folder: &dyn Folder, about: &mut About, last: Option<Epoch>) -> Result<(), SourceError> {
+pub(crate) fn begin(
+    folder: &dyn Folder,
+    about: &mut SourceMetadata,
+    last: Option<Epoch>,
+) -> Result<(), SourceError> {
     about.lives = lives(folder, about, last)?.and(Uuid::new_v4());
     // The path may have been noted since.
     let known = about_in(folder)?.unwrap_or_else(|| about.clone());
-    write_about(folder, &About { lives: about.lives.clone(), ..known })
+    write_about(folder, &SourceMetadata { lives: about.lives.clone(), ..known })
 }
 
 /// Begins a life where a source is opened for writing; and where it is only read, if batches of its present life may have been sent: that may end
 /// epochs, too, and a state that went back does not know all of those batches.
 ///
 /// # Errors
-/// As for [`begin`].
+/// As [`begin`].
 pub(crate) fn open(
     folder: &dyn Folder,
-    about: &mut About,
+    about: &mut SourceMetadata,
     last: Option<Epoch>,
     read_only: bool,
 ) -> Result<(), SourceError> {
@@ -83,14 +87,14 @@ pub(crate) fn open(
 
 /// Numbers the batches of a source's present life.
 #[derive(Debug, Default)]
-pub(crate) struct Batches {
+pub(crate) struct BatchNumbers {
     /// The last one.
     last: u64,
     /// Up to which they are noted, how many were noted at once, and when.
     noted: Option<(u64, u64, Instant)>,
 }
 
-impl Batches {
+impl BatchNumbers {
     /// The next batch after the cut of this number. To be called in the order of the moments that batches show.
     ///
     /// # Errors
@@ -130,12 +134,12 @@ mod tests {
     use crate::record::state::{ABOUT, StateDir};
     use crate::source::{Source, SourceOptions};
 
-    fn scene() -> (tempfile::TempDir, Dir, About) {
+    fn scene() -> (tempfile::TempDir, Dir, SourceMetadata) {
         let place = tempfile::tempdir().unwrap();
         std::fs::write(place.path().join("disk"), [0; 4096]).unwrap();
         let identity = device::identity(&place.path().join("disk")).unwrap();
         let folder = Dir::open(&place.path().join("state")).unwrap();
-        let about = About::new(Uuid::new_v4(), identity, 4096);
+        let about = SourceMetadata::new(Uuid::new_v4(), identity, 4096);
         write_about(&folder, &about).unwrap();
         (place, folder, about)
     }
@@ -149,8 +153,9 @@ mod tests {
         let (_place, folder, mut about) = scene();
         begin(&folder, &mut about, epoch(3)).unwrap();
         let life = about.lives.lives()[0].life;
-        let knows = |about: &About, point: &Point| lives(&folder, about, epoch(3)).unwrap().has(point);
-        let mut batches = Batches::default();
+        let knows =
+            |about: &SourceMetadata, point: &Point| lives(&folder, about, epoch(3)).unwrap().has(point);
+        let mut batches = BatchNumbers::default();
         let one = batches.next(&folder, life, 3).unwrap();
         let before = std::fs::read(folder.path().join(NAME)).unwrap();
         // Some are noted ahead, so it takes a few.
@@ -162,7 +167,8 @@ mod tests {
         assert!(knows(&about, &one) && !knows(&about, &later[0]) && !knows(&about, &later[9]));
         begin(&folder, &mut about, epoch(3)).unwrap();
         let next = about.lives.lives()[0].life;
-        let again: Vec<Point> = (0..10).map(|_| Batches::default().next(&folder, next, 3).unwrap()).collect();
+        let again: Vec<Point> =
+            (0..10).map(|_| BatchNumbers::default().next(&folder, next, 3).unwrap()).collect();
         assert!(knows(&about, &one) && knows(&about, &again[0]) && !knows(&about, &later[0]));
         std::fs::write(folder.path().join(NAME), "nonsense").unwrap();
         assert!(knows(&about, &one) && !knows(&about, &again[0]));
@@ -178,7 +184,7 @@ mod tests {
         open(&folder, &mut about, epoch(1), true).unwrap();
         assert_eq!(about.lives, served, "nothing was sent");
         let before = std::fs::read(folder.path().join(ABOUT)).unwrap();
-        let (life, mut batches) = (served.lives()[0].life, Batches::default());
+        let (life, mut batches) = (served.lives()[0].life, BatchNumbers::default());
         let noted = batches.next(&folder, life, 1).unwrap();
         let files = [(ABOUT, before), (NAME, std::fs::read(folder.path().join(NAME)).unwrap())];
         let forgotten = [(); 3].map(|()| batches.next(&folder, life, 1).unwrap())[2];
@@ -221,7 +227,7 @@ mod tests {
         let (_place, folder, mut about) = scene();
         begin(&folder, &mut about, epoch(1)).unwrap();
         let life = about.lives.lives()[0].life;
-        let mut batches = Batches::default();
+        let mut batches = BatchNumbers::default();
         (0..100).for_each(|_| _ = batches.next(&folder, life, 1).unwrap());
         let before = std::fs::read(folder.path().join(NAME)).unwrap();
         std::thread::sleep(NOTED_EVERY);
@@ -234,7 +240,7 @@ mod tests {
     #[test]
     fn what_follows_quickly_is_noted_together() {
         let (_place, folder, about) = scene();
-        let (mut batches, mut noted) = (Batches::default(), Vec::new());
+        let (mut batches, mut noted) = (BatchNumbers::default(), Vec::new());
         for _ in 0..100 {
             batches.next(&folder, about.uuid, 1).unwrap();
             noted.push(read_json::<Drawn>(&folder, NAME).unwrap().unwrap().0.n);
@@ -248,7 +254,8 @@ mod tests {
     fn a_life_has_the_epochs_since_it_began() {
         let (_place, folder, mut about) = scene();
         let first = about.lives.lives()[0].life;
-        let at = |about: &About, number| *lives(&folder, about, epoch(number)).unwrap().tip().unwrap();
+        let at =
+            |about: &SourceMetadata, number| *lives(&folder, about, epoch(number)).unwrap().tip().unwrap();
         assert_eq!(at(&about, 3), Point { life: first, n: Point::number(3, 0) });
         begin(&folder, &mut about, epoch(3)).unwrap();
         assert_eq!(at(&about, 3), Point { life: first, n: Point::number(3, 0) });

@@ -8,7 +8,7 @@ use device::{Dir, FolderLock, Storage};
 
 use crate::SourceError;
 use crate::record::stamp::{AS_REPLICA, ImageStamp};
-use crate::record::state::{About, StateDir};
+use crate::record::state::{SourceMetadata, StateDir};
 
 /// Notes that dsync is about to write to the disk at `path` as to a replica. What the sources that are stored there have recorded does not hold
 /// from then on, whatever `trust_device` says; the next sync of one compares. Of files those that were served: a backup that others put in their
@@ -37,7 +37,7 @@ fn is_device(path: &Path) -> bool {
 }
 
 /// The sources of a file, or on a device, under whatever name, or on a part of it.
-fn stored_at(state: &StateDir, path: &Path) -> Result<Vec<(PathBuf, About)>, SourceError> {
+fn stored_at(state: &StateDir, path: &Path) -> Result<Vec<(PathBuf, SourceMetadata)>, SourceError> {
     let mut found = Vec::from_iter(state.source(&path.to_string_lossy())?);
     if !is_device(path) {
         return Ok(found);

@@ -34,7 +34,7 @@
 //!   durable before its times do: at once with `O_DIRECT`, or when the system writes the page back before the file system commits its
 //!   journal. After the power cut the file then has the new content and the old times. `fsync` by the writer makes both durable.
 
-use device::{Boot, DiskKind, Folder, Identity, Life, Written};
+use device::{Boot, DiskKind, Folder, Identity, Life, WriteCounts};
 use serde::{Deserialize, Serialize};
 
 use crate::{Gap, SourceError};
@@ -61,7 +61,7 @@ pub(crate) struct ImageStamp {
     pub larger: Option<u64>,
     /// Of a block device whose record was closed, the kernel's count of writes then. `None` where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub written: Option<Written>,
+    pub written: Option<WriteCounts>,
     /// Blocks that the record had when it was closed: it has no checksum, because it is written through a mapping. `None` while a
     /// source is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -90,7 +90,7 @@ pub(crate) struct LastWrite {
     /// The process saw that others had changed the image.
     pub foreign: bool,
     /// Of a block device, the kernel's count of writes now.
-    pub written: Option<Written>,
+    pub written: Option<WriteCounts>,
 }
 
 /// Why the record of a block device is not believed.
@@ -112,7 +112,7 @@ pub(crate) const AS_REPLICA: &str = "dsync wrote to it as a replica";
 
 /// The result of checking a stamp.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum StampVerdict {
     /// There is no record yet.
     New,
     /// The record is valid.
@@ -123,13 +123,13 @@ pub(crate) enum Verdict {
     Lost(Gap),
 }
 
-impl Verdict {
+impl StampVerdict {
     /// Why what was written is not known.
     pub(crate) fn loss(&self) -> Option<Gap> {
         match self {
-            Verdict::Lost(why) | Verdict::Unproven { why, .. } => Some(why.clone()),
-            Verdict::New => Some("the source was not tracked before".into()),
-            Verdict::Trusted { .. } => None,
+            StampVerdict::Lost(why) | StampVerdict::Unproven { why, .. } => Some(why.clone()),
+            StampVerdict::New => Some("the source was not tracked before".into()),
+            StampVerdict::Trusted { .. } => None,
         }
     }
 }
@@ -211,51 +211,51 @@ impl ImageStamp {
         boot: &Boot,
         last: LastWrite,
         trust_device: bool,
-    ) -> Verdict {
+    ) -> StampVerdict {
         if let Some(why) = &self.lost {
-            return Verdict::Lost(why.clone());
+            return StampVerdict::Lost(why.clone());
         }
         if last.foreign {
-            return Verdict::Lost(FOREIGN.into());
+            return StampVerdict::Lost(FOREIGN.into());
         }
         if !self.identity.same_object(now) {
-            return Verdict::Lost(REPLACED.into());
+            return StampVerdict::Lost(REPLACED.into());
         }
         if now.kind == DiskKind::Export {
-            return Verdict::Lost(UNRECORDED.into());
+            return StampVerdict::Lost(UNRECORDED.into());
         }
         let life = boot.life(&self.boot);
         if now.is_block() {
             let power_lost = !self.clean && life != Life::This;
             let counts = self.written.zip(last.written).filter(|_| self.clean && life == Life::This);
             if counts.is_some_and(|(then, now)| then.has_moved(&now)) {
-                return Verdict::Lost(UNSERVED.into());
+                return StampVerdict::Lost(UNSERVED.into());
             }
             return match trust_device {
-                true => Verdict::Trusted { power_lost },
-                false => Verdict::Unproven { why: UNPROVEN.into(), power_lost },
+                true => StampVerdict::Trusted { power_lost },
+                false => StampVerdict::Unproven { why: UNPROVEN.into(), power_lost },
             };
         }
         if self.clean {
             return if self.identity == *now {
-                Verdict::Trusted { power_lost: false }
+                StampVerdict::Trusted { power_lost: false }
             } else {
-                Verdict::Lost("the image was changed while it was not served".into())
+                StampVerdict::Lost("the image was changed while it was not served".into())
             };
         }
         if self.identity.size != now.size {
-            return Verdict::Lost("the image was resized while it was not served".into());
+            return StampVerdict::Lost("the image was resized while it was not served".into());
         }
         // What the history has, the record does not: an image from before that cannot be brought up to date by either.
         if now.ctime_ns < self.durable {
-            return Verdict::Lost(SET_BACK.into());
+            return StampVerdict::Lost(SET_BACK.into());
         }
         self.unclean_verdict(now, boot, life, last)
     }
 
     /// Whether the record can be trusted after an unclean stop, by the times of the image: the last write to it must have been our own. Its time
     /// is noted just before it goes down, in memory that outlives the process but not the kernel.
-    fn unclean_verdict(&self, now: &Identity, boot: &Boot, life: Life, last: LastWrite) -> Verdict {
+    fn unclean_verdict(&self, now: &Identity, boot: &Boot, life: Life, last: LastWrite) -> StampVerdict {
         let changed = now.ctime_ns.max(0) as u64;
         // A time of whole seconds stands for all of its second.
         let at_latest = changed.saturating_add(device::grain(now.ctime_ns) as u64 - 1);
@@ -270,23 +270,23 @@ impl ImageStamp {
         if life == Life::This {
             // Not so after a power cut: then a file's time may be older than its content.
             if changed < last.seen {
-                return Verdict::Lost(
+                return StampVerdict::Lost(
                     "after its server was killed, the image was reset to an earlier state".into(),
                 );
             }
             // The process saw others change the image, and the history has that gap: nothing has changed it since.
             let settled = changed == last.seen;
             if untouched || settled || at_latest <= written {
-                return Verdict::Trusted { power_lost: false };
+                return StampVerdict::Trusted { power_lost: false };
             }
-            return Verdict::Lost(
+            return StampVerdict::Lost(
                 "after its server was killed, the image was changed by another program".into(),
             );
         }
         if untouched || (at_latest <= written && at_latest < boot.began) {
-            return Verdict::Trusted { power_lost: true };
+            return StampVerdict::Trusted { power_lost: true };
         }
-        Verdict::Lost(match life {
+        StampVerdict::Lost(match life {
             Life::Detached => {
                 "its disk, or that of the state directory, was detached while dsync had it open".into()
             }
@@ -323,24 +323,24 @@ mod tests {
         let boot = Boot { id: "this one".into(), began: 0 };
         let stamp = |ctime_ns| unclean(Identity { ctime_ns, ..now.clone() }, &boot.id);
         let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false, written: None };
-        let trusted = Verdict::Trusted { power_lost: false };
+        let trusted = StampVerdict::Trusted { power_lost: false };
         assert_eq!(stamp(1).verdict(&now, &boot, last(changed), false), trusted);
         // Rolled back, even to the very state that was opened; or written to after the clock was set back.
         for opened in [1, now.ctime_ns] {
             let verdict = stamp(opened).verdict(&now, &boot, last(changed + 1), false);
             assert!(
-                matches!(&verdict, Verdict::Lost(why) if why.to_string().contains("earlier state")),
+                matches!(&verdict, StampVerdict::Lost(why) if why.to_string().contains("earlier state")),
                 "{verdict:?}"
             );
         }
         let seen = LastWrite { foreign: true, ..last(changed) };
-        assert_eq!(stamp(1).verdict(&now, &boot, seen, false), Verdict::Lost(FOREIGN.into()));
+        assert_eq!(stamp(1).verdict(&now, &boot, seen, false), StampVerdict::Lost(FOREIGN.into()));
         // A change by others later than every own write: compared, and nothing since; and one that nobody has seen.
         let late = |seen| LastWrite { time: changed - 1, ..last(seen) };
         assert_eq!(stamp(1).verdict(&now, &boot, late(changed), false), trusted);
         let verdict = stamp(1).verdict(&now, &boot, late(changed - 1), false);
         assert!(
-            matches!(&verdict, Verdict::Lost(why) if why.to_string().contains("another program")),
+            matches!(&verdict, StampVerdict::Lost(why) if why.to_string().contains("another program")),
             "{verdict:?}"
         );
     }
@@ -370,7 +370,7 @@ mod tests {
                 let stamp = unclean(Identity { ctime_ns: opened, ..now.clone() }, life);
                 let verdict = stamp.verdict(&now, &boot, last, false);
                 let expected = trusted && (seen == 0 || life == boot.id);
-                if matches!(verdict, Verdict::Trusted { .. }) != expected {
+                if matches!(verdict, StampVerdict::Trusted { .. }) != expected {
                     panic!("{life}, opened at {opened}, written at {time}, seen at {seen}: {verdict:?}");
                 }
             }
@@ -391,8 +391,8 @@ mod tests {
                 let stamp = ImageStamp { durable, ..unclean(opened, life) };
                 stamp.verdict(&now, &boot, last, false)
             };
-            assert!(matches!(verdict(now.ctime_ns), Verdict::Trusted { .. }), "{life}");
-            assert_eq!(verdict(now.ctime_ns + 1), Verdict::Lost(SET_BACK.into()), "{life}");
+            assert!(matches!(verdict(now.ctime_ns), StampVerdict::Trusted { .. }), "{life}");
+            assert_eq!(verdict(now.ctime_ns + 1), StampVerdict::Lost(SET_BACK.into()), "{life}");
         }
     }
 
@@ -447,9 +447,9 @@ mod tests {
         let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
         let stamp = unclean(Identity { ctime_ns: 1, ..now.clone() }, "an earlier one");
         let verdict = |began| stamp.verdict(&now, &Boot { id: "this one".into(), began }, last, false);
-        assert_eq!(verdict(changed + 1), Verdict::Trusted { power_lost: true });
+        assert_eq!(verdict(changed + 1), StampVerdict::Trusted { power_lost: true });
         assert!(
-            matches!(verdict(changed), Verdict::Lost(why) if why.to_string().contains("after the power cut"))
+            matches!(verdict(changed), StampVerdict::Lost(why) if why.to_string().contains("after the power cut"))
         );
     }
 }

@@ -33,7 +33,7 @@ pub struct StateDir {
 
 /// The description in a source's folder.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct About {
+pub struct SourceMetadata {
     /// Version of the folder's format.
     pub version: u32,
     /// The source's UUID.
@@ -60,18 +60,18 @@ pub struct About {
     pub lives: Lives,
 }
 
-impl About {
+impl SourceMetadata {
     /// The version this program writes.
     pub const VERSION: u32 = 1;
 
     /// A source in its first term.
-    pub fn new(uuid: Uuid, identity: Identity, block_size: u32) -> About {
+    pub fn new(uuid: Uuid, identity: Identity, block_size: u32) -> SourceMetadata {
         let path = identity.path.clone();
         let (term, lives) = (1, Lives::first(Uuid::new_v4()));
         let (began, gave_up) = (None, false);
         let format = Format::Raw;
-        About {
-            version: About::VERSION,
+        SourceMetadata {
+            version: SourceMetadata::VERSION,
             uuid,
             path,
             identity,
@@ -85,8 +85,14 @@ impl About {
     }
 
     /// Takes over the term and the lives from an earlier description of the same source.
-    pub(crate) fn in_term_of(self, known: About) -> About {
-        About { term: known.term, began: known.began, gave_up: known.gave_up, lives: known.lives, ..self }
+    pub(crate) fn in_term_of(self, known: SourceMetadata) -> SourceMetadata {
+        SourceMetadata {
+            term: known.term,
+            began: known.began,
+            gave_up: known.gave_up,
+            lives: known.lives,
+            ..self
+        }
     }
 
     /// The name under which the source is served: the stem of its file name.
@@ -99,7 +105,7 @@ impl About {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Known {
     #[serde(flatten)]
-    about: About,
+    about: SourceMetadata,
     mark: Option<String>,
 }
 
@@ -130,7 +136,7 @@ impl Known {
 }
 
 /// The known source of a disk, also if it was moved.
-fn known_as(sources: &[(PathBuf, Known)], identity: &Identity) -> Option<(PathBuf, About)> {
+fn known_as(sources: &[(PathBuf, Known)], identity: &Identity) -> Option<(PathBuf, SourceMetadata)> {
     let mark = mark(identity);
     let at_path = |known: &Known| known.about.path == identity.path;
     let named = || {
@@ -155,7 +161,7 @@ fn known_as(sources: &[(PathBuf, Known)], identity: &Identity) -> Option<(PathBu
     let mut about = known.about.clone();
     // A second name of a file that also has its old one changes nothing.
     if !at_path(known) && !known.is_in_place() {
-        about = About { path: identity.path.clone(), identity: identity.clone(), ..about };
+        about = SourceMetadata { path: identity.path.clone(), identity: identity.clone(), ..about };
     }
     Some((place.clone(), about))
 }
@@ -164,7 +170,7 @@ fn known_as(sources: &[(PathBuf, Known)], identity: &Identity) -> Option<(PathBu
 #[derive(Debug, Default)]
 pub struct Survey {
     /// The known sources, sorted by path.
-    pub sources: Vec<(PathBuf, About)>,
+    pub sources: Vec<(PathBuf, SourceMetadata)>,
     /// The folders that cannot be read, and why.
     pub damaged: Vec<(PathBuf, SourceError)>,
 }
@@ -187,7 +193,11 @@ fn was_served_as(place: &Path, name: &str) -> bool {
 }
 
 /// Writes down the name under which a source is served, so that it is found by that.
-pub(crate) fn note_served_as(folder: &dyn Folder, about: &About, name: &str) -> Result<(), SourceError> {
+pub(crate) fn note_served_as(
+    folder: &dyn Folder,
+    about: &SourceMetadata,
+    name: &str,
+) -> Result<(), SourceError> {
     let known = crate::record::json::read_json::<String>(folder, SERVED_AS)?;
     if known.is_none() && about.name() == name || known.as_deref() == Some(name) {
         return Ok(());
@@ -321,7 +331,7 @@ impl StateDir {
 
     /// The source of a path, an export name, or an id. A moved or renamed file is recognised by its inode
     /// and birth time; its present path is returned.
-    pub fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError> {
+    pub fn source(&self, what: &str) -> Result<Option<(PathBuf, SourceMetadata)>, SourceError> {
         let (sources, damaged) = self.known()?;
         if let Ok(id) = what.parse::<Uuid>() {
             let sources = sources.into_iter().map(|(place, known)| (place, known.about));
@@ -399,7 +409,7 @@ impl StateDir {
 /// # Errors
 /// If that fails.
 #[doc(hidden)]
-pub fn write_about(folder: &dyn Folder, about: &About) -> Result<(), SourceError> {
+pub fn write_about(folder: &dyn Folder, about: &SourceMetadata) -> Result<(), SourceError> {
     write_json(folder, ABOUT, &Known { about: about.clone(), mark: mark(&about.identity) })
 }
 
@@ -412,7 +422,7 @@ fn read_about(place: &Path) -> Result<Option<Known>, SourceError> {
 /// # Errors
 /// If it cannot be read.
 #[doc(hidden)]
-pub fn about_in(folder: &dyn Folder) -> Result<Option<About>, SourceError> {
+pub fn about_in(folder: &dyn Folder) -> Result<Option<SourceMetadata>, SourceError> {
     Ok(read_known(folder)?.map(|known| known.about))
 }
 
@@ -420,10 +430,10 @@ fn read_known(folder: &dyn Folder) -> Result<Option<Known>, SourceError> {
     let place = folder.path();
     let Some(said) = read_json::<serde_json::Value>(folder, ABOUT)? else { return Ok(None) };
     match said.get("version").and_then(serde_json::Value::as_u64) {
-        Some(version) if version != u64::from(About::VERSION) => Err(SourceError::Refused(format!(
+        Some(version) if version != u64::from(SourceMetadata::VERSION) => Err(SourceError::Refused(format!(
             "the state in {} has version {version}, and this dsync knows version {}: use the dsync that wrote it, or a newer one",
             place.display(),
-            About::VERSION
+            SourceMetadata::VERSION
         ))),
         _ => serde_json::from_value(said)
             .map(Some)

@@ -66,7 +66,7 @@ pub struct LastVerify {
 }
 
 impl LastVerify {
-    /// It differed, and was not repaired since.
+    /// True if the replica differed, and was not repaired since.
     pub fn differs(&self) -> bool {
         self.bytes_differing > 0 && !self.repaired
     }

@@ -85,7 +85,7 @@ impl Queue for AttendedQueue {
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-    use device::{Buf, Kind, Piece, Pieces, RamDisk};
+    use device::{Buf, Piece, Pieces, RamDisk, RequestKind};
 
     use super::*;
 
@@ -98,7 +98,7 @@ mod tests {
         let mut queue = disk.clone().queue(4).unwrap();
         let mut read = |token| {
             let pieces = Pieces::from_slice(&[Piece { offset: 0, len: 4096 }]);
-            queue.submit(Request { kind: Kind::Read, pieces, buf: Buf::new(4096), token });
+            queue.submit(Request { kind: RequestKind::Read, pieces, buf: Buf::new(4096), token });
             queue.start();
             queue.complete(true).unwrap().result
         };

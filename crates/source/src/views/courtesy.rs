@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use trackers::Felt;
 
-use crate::views::pace::{Allowed, Pace};
+use crate::views::pace::{Pacer, ReadRate};
 
 /// How long a sleep lasts at most before the guest is looked at again.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -27,16 +27,16 @@ pub(crate) struct Courtesy {
 }
 
 struct State {
-    pace: Pace,
+    pace: Pacer,
     /// From when on the next read may begin.
     free_at: Instant,
-    allowed: Allowed,
+    allowed: ReadRate,
 }
 
 impl Courtesy {
     pub(crate) fn new(feels: Option<Feels>) -> Courtesy {
         let begun = Instant::now();
-        let state = State { pace: Pace::new(), free_at: begun, allowed: Allowed::All };
+        let state = State { pace: Pacer::new(), free_at: begun, allowed: ReadRate::All };
         Courtesy {
             feels,
             polite: AtomicBool::new(false),
@@ -46,7 +46,7 @@ impl Courtesy {
         }
     }
 
-    /// Of those who wait for nobody.
+    /// The courtesy of readers that wait for nobody.
     pub(crate) fn none() -> Arc<Courtesy> {
         Arc::new(Courtesy::new(None))
     }
@@ -93,14 +93,14 @@ impl Courtesy {
         let now = Instant::now();
         state.allowed = state.pace.look(now.saturating_duration_since(self.begun), felt);
         let next = match state.allowed {
-            Allowed::All => now,
-            Allowed::Nothing => return Err(LOOK_EVERY),
-            Allowed::Rate(_) if state.free_at > now => return Err(state.free_at - now),
-            Allowed::Rate(rate) => now + Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64),
+            ReadRate::All => now,
+            ReadRate::Nothing => return Err(LOOK_EVERY),
+            ReadRate::Rate(_) if state.free_at > now => return Err(state.free_at - now),
+            ReadRate::Rate(rate) => now + Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64),
         };
         state.free_at = next;
         state.pace.took(bytes);
-        Ok(state.allowed != Allowed::All)
+        Ok(state.allowed != ReadRate::All)
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {

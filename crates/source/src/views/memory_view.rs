@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use device::{Buf, Disk, InlineQueue, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, InlineQueue, Piece, Pieces, Queue, Request, RequestKind};
 use extents::Bitmap;
 
 /// Bytes of a request, and of a buffer.
@@ -67,7 +67,7 @@ impl MemoryReader {
         for (token, (pieces, len)) in requests.into_iter().enumerate() {
             let mut buf = self.ready.pop().unwrap_or_else(|| Buf::scratch(CHUNK as usize));
             buf.set_len(len as usize);
-            self.queue.submit(Request { kind: Kind::Read, pieces, buf, token: token as u64 });
+            self.queue.submit(Request { kind: RequestKind::Read, pieces, buf, token: token as u64 });
         }
         self.queue.start();
         while self.queue.in_flight() > 0 {

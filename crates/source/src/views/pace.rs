@@ -4,7 +4,7 @@
 //! reader keeps still for a moment to see how long its changes take then, and reads for a while; if they take longer now, it slows down,
 //! else it speeds up. Bytes in flight are the rate times the latency of the disk, so a rate limits the depth as well.
 //!
-//! Nothing here waits or asks for the time: [`Pace::look`] is told both.
+//! Nothing here waits or asks for the time: [`Pacer::look`] is told both.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ const LARGEST: u64 = 1 << 20;
 
 /// What a reader may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Allowed {
+pub(crate) enum ReadRate {
     /// All it can.
     All,
     /// Nothing now.
@@ -42,13 +42,13 @@ pub(crate) enum Allowed {
     Rate(u64),
 }
 
-impl Allowed {
+impl ReadRate {
     /// The most bytes of one read.
     pub(crate) fn at_once(self) -> u64 {
         match self {
-            Allowed::All => u64::MAX,
-            Allowed::Nothing => SMALLEST,
-            Allowed::Rate(rate) => (rate / READS / SMALLEST * SMALLEST).clamp(SMALLEST, LARGEST),
+            ReadRate::All => u64::MAX,
+            ReadRate::Nothing => SMALLEST,
+            ReadRate::Rate(rate) => (rate / READS / SMALLEST * SMALLEST).clamp(SMALLEST, LARGEST),
         }
     }
 }
@@ -65,7 +65,7 @@ enum Phase {
 
 /// The decision, and what it remembers. Times count from any moment.
 #[derive(Debug)]
-pub(crate) struct Pace {
+pub(crate) struct Pacer {
     phase: Phase,
     rate: u64,
     /// What a change takes while nobody reads, in nanoseconds, as far as that is known.
@@ -79,9 +79,9 @@ pub(crate) struct Pace {
     stirred: Option<Duration>,
 }
 
-impl Pace {
-    pub(crate) fn new() -> Pace {
-        Pace {
+impl Pacer {
+    pub(crate) fn new() -> Pacer {
+        Pacer {
             phase: Phase::Free,
             rate: FIRST,
             alone: None,
@@ -99,14 +99,14 @@ impl Pace {
     }
 
     /// What is allowed at a time, at which so much was counted.
-    pub(crate) fn look(&mut self, now: Duration, felt: Felt) -> Allowed {
+    pub(crate) fn look(&mut self, now: Duration, felt: Felt) -> ReadRate {
         let last = self.last.replace(felt);
         if felt.inside > 0 || last.is_some_and(|last| last.ended != felt.ended) {
             self.stirred = Some(now);
         }
         if self.stirred.is_none_or(|stirred| now.saturating_sub(stirred) >= REST) {
             self.phase = Phase::Free;
-            return Allowed::All;
+            return ReadRate::All;
         }
         match self.phase {
             Phase::Free => self.turn(Phase::Still, now, felt),
@@ -121,7 +121,7 @@ impl Pace {
             }
             Phase::Still | Phase::Reading(_) => {}
         }
-        if self.phase == Phase::Still { Allowed::Nothing } else { Allowed::Rate(self.rate) }
+        if self.phase == Phase::Still { ReadRate::Nothing } else { ReadRate::Rate(self.rate) }
     }
 
     fn turn(&mut self, phase: Phase, now: Duration, felt: Felt) {
@@ -193,30 +193,30 @@ mod tests {
 
     #[test]
     fn reads_are_small_where_few_bytes_are_allowed() {
-        let at_once = |rate: u64| Allowed::Rate(rate * MIB).at_once() >> 10;
+        let at_once = |rate: u64| ReadRate::Rate(rate * MIB).at_once() >> 10;
         assert_eq!([8, 16, 40, 128, 1024].map(at_once), [64, 64, 128, 512, 1024]);
-        assert_eq!((Allowed::Nothing.at_once(), Allowed::All.at_once()), (64 << 10, u64::MAX));
+        assert_eq!((ReadRate::Nothing.at_once(), ReadRate::All.at_once()), (64 << 10, u64::MAX));
     }
 
     /// A guest whose changes take what they are told to.
     struct Guest {
-        pace: Pace,
+        pace: Pacer,
         now: u64,
         felt: Felt,
     }
 
     impl Guest {
         fn new() -> Guest {
-            Guest { pace: Pace::new(), now: 0, felt: Felt::default() }
+            Guest { pace: Pacer::new(), now: 0, felt: Felt::default() }
         }
 
         /// Lets 5 ms pass in which so many changes end, each of which took so many nanoseconds.
-        fn pass(&mut self, changes: u64, nanos: u64) -> Allowed {
+        fn pass(&mut self, changes: u64, nanos: u64) -> ReadRate {
             self.now += 5;
             self.felt.ended += changes;
             self.felt.nanos += changes * nanos;
             let allowed = self.pace.look(Duration::from_millis(self.now), self.felt);
-            if let Allowed::Rate(rate) = allowed {
+            if let ReadRate::Rate(rate) = allowed {
                 self.pace.took(rate / 200);
             }
             allowed
@@ -226,13 +226,13 @@ mod tests {
     #[test]
     fn nobody_waits_for_a_guest_at_rest_and_everybody_for_one_that_begins() {
         let mut guest = Guest::new();
-        assert!((0..100).all(|_| guest.pass(0, 0) == Allowed::All));
-        assert_eq!(guest.pass(1, 100), Allowed::Nothing, "at the first look");
-        let until = (0..).find(|_| guest.pass(0, 0) == Allowed::All).unwrap() * 5;
+        assert!((0..100).all(|_| guest.pass(0, 0) == ReadRate::All));
+        assert_eq!(guest.pass(1, 100), ReadRate::Nothing, "at the first look");
+        let until = (0..).find(|_| guest.pass(0, 0) == ReadRate::All).unwrap() * 5;
         assert!((40..=50).contains(&until), "at rest after {until} ms");
         // One that hangs is no rest.
         guest.felt.inside = 1;
-        assert!((0..100).all(|_| guest.pass(0, 0) != Allowed::All));
+        assert!((0..100).all(|_| guest.pass(0, 0) != ReadRate::All));
     }
 
     #[test]
@@ -244,9 +244,9 @@ mod tests {
             // Above 100 MiB a second the changes take twice as long.
             let slow = matches!(guest.pace.phase, Phase::Reading(_)) && guest.pace.rate > 100 * MIB;
             match guest.pass(100, if slow { 200 } else { 100 }) {
-                Allowed::Rate(rate) => fastest = fastest.max(rate),
-                Allowed::Nothing => still += 1,
-                Allowed::All => panic!("at {at}"),
+                ReadRate::Rate(rate) => fastest = fastest.max(rate),
+                ReadRate::Nothing => still += 1,
+                ReadRate::All => panic!("at {at}"),
             }
         }
         assert!((100 * MIB..130 * MIB).contains(&fastest), "{fastest}");

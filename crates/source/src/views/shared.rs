@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use delta::Epoch;
-use device::{Disk, Done, Kind, Queue, Request};
+use device::{Disk, Done, Queue, Request, RequestKind};
 use extents::Bitmap;
 use trackers::CowStore;
 
@@ -200,8 +200,8 @@ impl Queue for ViewQueue {
     fn complete(&mut self, wait: bool) -> Option<Done> {
         let mut done = self.inner.complete(wait)?;
         match done.request.kind {
-            Kind::Read if done.result.is_ok() => done.result = self.mend(&mut done),
-            Kind::Read | Kind::Flush => {}
+            RequestKind::Read if done.result.is_ok() => done.result = self.mend(&mut done),
+            RequestKind::Read | RequestKind::Flush => {}
             // Views are only given to readers, and the disk beneath is opened read-only.
             _ => done.result = Err(self.view.read_only()),
         }

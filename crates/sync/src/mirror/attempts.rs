@@ -23,7 +23,7 @@ const BUSY_AT_ONCE: Duration = Duration::from_secs(2);
 const BUSY_RETRY: Duration = Duration::from_secs(1);
 
 /// Why nothing is moved for a while.
-pub(crate) enum Trouble<'a> {
+pub(crate) enum Interruption<'a> {
     /// The source or the replica is in use; it is requested again for that long.
     Waiting(&'a SyncError, Duration),
     /// An attempt failed; another follows after a pause.
@@ -71,7 +71,11 @@ impl<'a> Attempts<'a> {
     ///
     /// # Errors
     /// That error: another attempt cannot fix it, or none is to be made.
-    pub(crate) fn failed(&mut self, error: SyncError, tell: &dyn Fn(Trouble<'_>)) -> Result<bool, SyncError> {
+    pub(crate) fn failed(
+        &mut self,
+        error: SyncError,
+        tell: &dyn Fn(Interruption<'_>),
+    ) -> Result<bool, SyncError> {
         if error.class() == Class::Busy && self.waits(&error, tell) {
             return Ok(false);
         }
@@ -82,7 +86,7 @@ impl<'a> Attempts<'a> {
         self.worked = true;
         // The signal that stops a mirror ends its remote shell as well.
         if !self.stop.load(SeqCst) {
-            tell(Trouble::Broken(&error, self.pause));
+            tell(Interruption::Broken(&error, self.pause));
         }
         self.rest_until(Instant::now() + self.pause);
         self.pause = (self.pause * 2).min(self.rpo.clamp(CLOSE_RETRY, LAST_RETRY));
@@ -91,7 +95,7 @@ impl<'a> Attempts<'a> {
     }
 
     /// Sleeps before the next request for what is in use, unless it was requested for long enough.
-    fn waits(&mut self, error: &SyncError, tell: &dyn Fn(Trouble<'_>)) -> bool {
+    fn waits(&mut self, error: &SyncError, tell: &dyn Fn(Interruption<'_>)) -> bool {
         let waited = self.busy.get_or_insert_with(Instant::now).elapsed();
         let left = self.busy_for.max(BUSY_AT_ONCE).saturating_sub(waited);
         let at_once = waited < BUSY_AT_ONCE;
@@ -103,7 +107,7 @@ impl<'a> Attempts<'a> {
             return true;
         }
         if waited < BUSY_AT_ONCE + BUSY_RETRY {
-            tell(Trouble::Waiting(error, left));
+            tell(Interruption::Waiting(error, left));
         }
         self.rest_until(Instant::now() + BUSY_RETRY.min(left));
         true
@@ -154,8 +158,8 @@ mod tests {
         let told = std::cell::RefCell::new(Vec::new());
         let counted = attempts.failed(error, &|trouble| {
             told.borrow_mut().push(match trouble {
-                Trouble::Waiting(..) => "waiting",
-                Trouble::Broken(..) => "broken",
+                Interruption::Waiting(..) => "waiting",
+                Interruption::Broken(..) => "broken",
             });
         });
         (counted.ok(), told.into_inner())

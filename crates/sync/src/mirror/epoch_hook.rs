@@ -29,7 +29,7 @@ enum Step {
 }
 
 /// What a hook answers.
-pub(super) enum Held {
+pub(super) enum HookAnswer {
     /// It is not ready yet.
     Waiting,
     /// It holds: cut now, and tell it with [`EpochHook::cut`].
@@ -53,28 +53,28 @@ impl EpochHook {
         matches!(*lock(&self.step), Step::Idle(until) if until.is_none_or(|until| until <= Instant::now()))
     }
 
-    /// True if an answer other than [`Held::Waiting`] is there.
+    /// True if an answer other than [`HookAnswer::Waiting`] is there.
     pub(super) fn has_answered(&self) -> bool {
         matches!(*lock(&self.step), Step::Ended(_))
     }
 
     /// Asks it to hold. The first request starts it; later ones say how far it is. `at_once`: even if it has just failed.
-    pub(super) fn hold(&self, at_once: bool) -> Held {
+    pub(super) fn hold(&self, at_once: bool) -> HookAnswer {
         let idle = at_once || self.may_be_asked();
         let mut step = lock(&self.step);
         match std::mem::replace(&mut *step, Step::Preparing) {
             Step::Idle(_) | Step::Abandoned if idle => {}
             Step::Ended(Ok(())) => {
                 *step = Step::Ended(Ok(()));
-                return Held::Ready;
+                return HookAnswer::Ready;
             }
             Step::Ended(Err(error)) => {
                 *step = Step::Idle(Some(Instant::now() + self.respite));
-                return Held::Failed(error);
+                return HookAnswer::Failed(error);
             }
             waits => {
                 *step = waits;
-                return Held::Waiting;
+                return HookAnswer::Waiting;
             }
         }
         let (hook, shared) = (Arc::clone(&self.hook), Arc::clone(&self.step));
@@ -88,10 +88,10 @@ impl EpochHook {
             }
         };
         match std::thread::Builder::new().name("hook".into()).spawn(prepare) {
-            Ok(_) => Held::Waiting,
+            Ok(_) => HookAnswer::Waiting,
             Err(error) => {
                 *step = Step::Idle(Some(Instant::now() + self.respite));
-                Held::Failed(SyncError::io("start a thread")(error))
+                HookAnswer::Failed(SyncError::io("start a thread")(error))
             }
         }
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use extents::Bitmap;
 use link::Link;
-use source::{Batches, Handle, SourceError};
+use source::{BatchFollower, Handle, SourceError};
 use uuid::Uuid;
 
 use super::session::{MirrorSession, Sent, SessionContext};
@@ -19,13 +19,13 @@ use crate::options::SyncOptions;
 use crate::report::Summary;
 use crate::source_end::account::{Account, count_failure};
 use crate::source_end::push::push;
-use crate::wire::messages::{MirrorPlan, Open, PLAN, Plan, Status, open, part};
+use crate::wire::messages::{MirrorPlan, Open, PLAN, Plan, StatusReply, open, part};
 
 /// A followed source, and what the replica may have of it.
 pub(super) struct FollowedSource {
     handle: Handle,
     /// `None` for a live disk, each of whose batches is a sync.
-    batches: Option<Batches>,
+    batches: Option<BatchFollower>,
     /// Where the replica was last known to be.
     at: At,
     /// Batches that were sent and not confirmed, oldest first.
@@ -217,7 +217,7 @@ impl FollowedSource {
     }
 
     /// The sent batches that the replica lacks, if it is where a batch left it.
-    fn recognise(&mut self, status: &Status) -> Option<Vec<Arc<Bitmap>>> {
+    fn recognise(&mut self, status: &StatusReply) -> Option<Vec<Arc<Bitmap>>> {
         let status = &status.replica;
         if status.under_way() || status.resumes.is_some() || status.changed.is_some() {
             return None;

@@ -13,7 +13,7 @@ use source::{GroupHandle, Handle, SourceError};
 
 use crate::error::SyncError;
 use crate::mirror::Turns;
-use crate::mirror::attempts::{Attempts, Trouble};
+use crate::mirror::attempts::{Attempts, Interruption};
 use crate::options::SyncOptions;
 use crate::report::{Progress, Summary};
 use crate::source_end::account::count_failure;
@@ -38,11 +38,11 @@ pub enum GroupEvent<'a> {
     Broken(&'a SyncError, Duration),
 }
 
-impl<'a> From<Trouble<'a>> for GroupEvent<'a> {
-    fn from(trouble: Trouble<'a>) -> GroupEvent<'a> {
+impl<'a> From<Interruption<'a>> for GroupEvent<'a> {
+    fn from(trouble: Interruption<'a>) -> GroupEvent<'a> {
         match trouble {
-            Trouble::Waiting(error, left) => GroupEvent::Waiting(error, left),
-            Trouble::Broken(error, pause) => GroupEvent::Broken(error, pause),
+            Interruption::Waiting(error, left) => GroupEvent::Waiting(error, left),
+            Interruption::Broken(error, pause) => GroupEvent::Broken(error, pause),
         }
     }
 }
@@ -113,7 +113,7 @@ impl GroupMirror<'_> {
             match ended {
                 Ok(()) => break,
                 Err(error) => {
-                    let tell = |trouble: Trouble<'_>| (self.tell)(trouble.into());
+                    let tell = |trouble: Interruption<'_>| (self.tell)(trouble.into());
                     summary.broken += u64::from(attempts.failed(error, &tell)?);
                 }
             }

@@ -39,7 +39,7 @@ use source::Handle;
 use self::followed_source::FollowedSource;
 pub use self::turns::Turns;
 use crate::error::SyncError;
-use crate::mirror::attempts::{Attempts, LOOK_EVERY, Trouble, is_cut, rest_until};
+use crate::mirror::attempts::{Attempts, Interruption, LOOK_EVERY, is_cut, rest_until};
 use crate::mirror::batching::Batching;
 use crate::options::SyncOptions;
 use crate::report::{Progress, Summary};
@@ -207,7 +207,7 @@ impl Mirror<'_> {
                 Ok(Ended::Stopped) => break,
                 Ok(Ended::Apart | Ended::Round | Ended::Paused) => attempts.succeeded(),
                 Err(error) => {
-                    let tell = |trouble: Trouble<'_>| (self.tell)(trouble.into());
+                    let tell = |trouble: Interruption<'_>| (self.tell)(trouble.into());
                     summary.broken += u64::from(attempts.failed(error, &tell)?);
                 }
             }
@@ -250,11 +250,11 @@ impl Mirror<'_> {
     }
 }
 
-impl<'a> From<Trouble<'a>> for MirrorEvent<'a> {
-    fn from(trouble: Trouble<'a>) -> MirrorEvent<'a> {
+impl<'a> From<Interruption<'a>> for MirrorEvent<'a> {
+    fn from(trouble: Interruption<'a>) -> MirrorEvent<'a> {
         match trouble {
-            Trouble::Waiting(error, left) => MirrorEvent::Waiting(error, left),
-            Trouble::Broken(error, pause) => MirrorEvent::Broken(error, pause),
+            Interruption::Waiting(error, left) => MirrorEvent::Waiting(error, left),
+            Interruption::Broken(error, pause) => MirrorEvent::Broken(error, pause),
         }
     }
 }

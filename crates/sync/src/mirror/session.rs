@@ -10,20 +10,20 @@ use delta::{Compressor, Encoder, Epoch, Frame, Header, Method, encode_frame};
 use extents::Bitmap;
 use lineage::Lives;
 use link::{Received, Receiver, Sender};
-use source::{Batch, Batches, Handle, Reached};
+use source::{Batch, BatchFollower, Handle, Reached};
 use uuid::Uuid;
 
-use super::epoch_hook::{EpochHook, Held};
+use super::epoch_hook::{EpochHook, HookAnswer};
 use super::grid::Grid;
 use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
 use crate::error::{Class, SyncError};
 use crate::mirror::batching::Interval;
 use crate::plan::facts::bookmark;
-use crate::plan::read::{FrameReader, FrameSize, Wanted};
-use crate::report::Totals;
+use crate::plan::read::{FrameReader, FrameSize, WantedBlocks};
+use crate::report::RunningTotals;
 use crate::source_end::account::Account;
 use crate::transfer::pack::{Sink, reading};
-use crate::wire::messages::{BATCH, Confirmed, Status, text, unexpected};
+use crate::wire::messages::{BATCH, Confirmed, StatusReply, text, unexpected};
 
 /// How often the server is told where the replica is.
 const TELL_EVERY: Duration = Duration::from_secs(1);
@@ -48,7 +48,7 @@ pub(super) struct Sent {
 /// What a session needs from the mirror.
 pub(super) struct SessionContext<'a> {
     pub(super) handle: &'a Handle,
-    pub(super) batches: &'a Batches,
+    pub(super) batches: &'a BatchFollower,
     pub(super) options: &'a MirrorOptions,
     pub(super) stop: &'a AtomicBool,
     pub(super) pause: &'a AtomicBool,
@@ -121,7 +121,7 @@ impl<'a> MirrorSession<'a> {
     pub(super) fn new(
         context: SessionContext<'a>,
         name: &str,
-        status: &Status,
+        status: &StatusReply,
         (interval, epoch_began): (Interval, Instant),
     ) -> MirrorSession<'a> {
         let state = SessionState {
@@ -210,7 +210,7 @@ impl<'a> MirrorSession<'a> {
     /// Batch after batch through the stages.
     fn send_batches(&self, epoch_began: &mut Instant, count: &mut u64) -> Result<(), SyncError> {
         let mut encoder: Option<Encoder> = None;
-        let totals = Totals::new(&|_, _| {});
+        let totals = RunningTotals::new(&|_, _| {});
         let level = self.options.sync.compress;
         self.options.here.run(
             |give| self.turns.within(|| self.cut_batches(give, epoch_began, count, &totals)),
@@ -265,7 +265,7 @@ impl<'a> MirrorSession<'a> {
         give: &mut dyn FnMut(Item) -> Result<(), SyncError>,
         epoch_began: &mut Instant,
         count: &mut u64,
-        totals: &Totals<'_>,
+        totals: &RunningTotals<'_>,
     ) -> Result<(), SyncError> {
         let mut nonce = self.nonce;
         let block_size = u64::from(self.handle.about().block_size);
@@ -334,16 +334,16 @@ impl<'a> MirrorSession<'a> {
     fn holds(&self, hook: &EpochHook, last: bool) -> bool {
         loop {
             match hook.hold(last) {
-                Held::Ready => return true,
-                Held::Failed(error) => {
+                HookAnswer::Ready => return true,
+                HookAnswer::Failed(error) => {
                     (self.tell)(MirrorEvent::Warned(&error.to_string()));
                     return false;
                 }
-                Held::Waiting if last && self.state().failed.is_none() => {
+                HookAnswer::Waiting if last && self.state().failed.is_none() => {
                     self.turns.turn();
                     self.wait(LOOK_EVERY);
                 }
-                Held::Waiting => return false,
+                HookAnswer::Waiting => return false,
             }
         }
     }
@@ -446,11 +446,11 @@ impl<'a> MirrorSession<'a> {
         batch: &Batch,
         (stream, bytes): (Uuid, u64),
         give: &mut dyn FnMut(Item) -> Result<(), SyncError>,
-        totals: &Totals<'_>,
+        totals: &RunningTotals<'_>,
     ) -> Result<(), SyncError> {
         let block_size = u64::from(self.handle.about().block_size);
         let size = device::Disk::len(&*batch.view);
-        let wanted = Wanted::marked(batch.changes.clone(), size, block_size);
+        let wanted = WantedBlocks::marked(batch.changes.clone(), size, block_size);
         let how = (FrameSize::shared(bytes, block_size), false);
         let mut frames = FrameReader::new(&wanted, &batch.view, how, totals).map_err(reading)?;
         let mut sequence = 0;

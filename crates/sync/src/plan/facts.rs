@@ -3,21 +3,21 @@
 use std::path::Path;
 
 use lineage::{Branch, Lives};
-use source::{Gap, Handle, Position, Reached, SourceError, View};
+use source::{Gap, Handle, KnownPosition, Reached, SourceError, View};
 
 use crate::error::SyncError;
 use crate::options::{SyncOptions, Way};
 use crate::plan::primary::two_sources;
-use crate::plan::{Changes, Choice, Facts, Knowledge, LiveDisk, Moment, positions};
-use crate::wire::messages::Status;
+use crate::plan::{Choice, Knowledge, LiveDisk, MomentChanges, SourceFacts, SourceMoment, positions};
+use crate::wire::messages::StatusReply;
 
 /// What the source knows before a checkpoint. `name` is how the user named the replica.
 pub(crate) fn facts<'a>(
     handle: &'a Handle,
-    status: &Status,
+    status: &StatusReply,
     name: &'a str,
     options: &SyncOptions,
-) -> Result<Facts<'a>, SyncError> {
+) -> Result<SourceFacts<'a>, SyncError> {
     let about = handle.about();
     let positions = positions(status).filter(|positions| !positions.is_empty());
     let branch = handle.lives()?.relation(&status.replica.role.lives);
@@ -25,7 +25,8 @@ pub(crate) fn facts<'a>(
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
     // received since was made for them as well.
     let left_off = status.replica.toward.filter(|_| status.replica.resumes.is_none());
-    let unknown = left_off.filter(|epoch| handle.reaches(&[Position { epoch: *epoch, upto: 0 }]).is_err());
+    let unknown =
+        left_off.filter(|epoch| handle.reaches(&[KnownPosition { epoch: *epoch, upto: 0 }]).is_err());
     let knowledge = match asked.map(|positions| handle.reaches(&positions)) {
         None => Knowledge::NotAsked,
         Some(Ok(())) => match unknown {
@@ -41,7 +42,7 @@ pub(crate) fn facts<'a>(
     };
     let disk = handle.reader()?;
     let two = status.primary.as_ref().map(|theirs| two_sources(handle, theirs)).transpose()?;
-    Ok(Facts {
+    Ok(SourceFacts {
         path: &about.path,
         uuid: about.uuid,
         term: about.term,
@@ -66,7 +67,7 @@ pub(crate) fn facts<'a>(
 
 /// Where a replica has later epochs or batches of this source than that knows of: what was recorded since does not hold, and what follows is a
 /// branch of its own.
-pub(crate) fn note_older(handle: &Handle, branch: Branch, status: &Status, options: &SyncOptions) {
+pub(crate) fn note_older(handle: &Handle, branch: Branch, status: &StatusReply, options: &SyncOptions) {
     if !options.adopt && is_older(handle, branch, status) {
         handle.outdate("its state was restored from a copy");
         // Where it cannot be written, this replica is refused all the same.
@@ -75,7 +76,7 @@ pub(crate) fn note_older(handle: &Handle, branch: Branch, status: &Status, optio
 }
 
 /// True if a replica has later epochs or batches of this source in its present term than that knows of: its state is an older copy.
-pub(crate) fn is_older(handle: &Handle, branch: Branch, status: &Status) -> bool {
+pub(crate) fn is_older(handle: &Handle, branch: Branch, status: &StatusReply) -> bool {
     let (about, replica) = (handle.about(), &status.replica);
     let follows = replica.source == Some(about.uuid) && replica.role.term == about.term;
     let is_replica = replica.epoch.is_some() && replica.role.demoted.is_none();
@@ -87,9 +88,9 @@ pub(crate) fn moment<'a>(
     handle: &'a Handle,
     view: &View,
     choice: &Choice,
-    status: &Status,
+    status: &StatusReply,
     options: &SyncOptions,
-) -> Result<Moment<'a>, SyncError> {
+) -> Result<SourceMoment<'a>, SyncError> {
     let about = handle.about();
     let changes = match choice.method {
         delta::Method::Tracked => match handle.changes_since(&choice.positions, view) {
@@ -97,7 +98,7 @@ pub(crate) fn moment<'a>(
                 let begins = status.replica.epoch.or(found.chain.first().copied());
                 let size_before = begins.and_then(|epoch| found.size_at(&epoch));
                 let size_before = size_before.unwrap_or(status.replica.size);
-                Some(Ok(Changes { blocks: found.blocks, chain: found.chain, size_before }))
+                Some(Ok(MomentChanges { blocks: found.blocks, chain: found.chain, size_before }))
             }
             // The gap appeared with the checkpoint itself.
             Err(SourceError::Lost { why, .. }) => Some(Err(why)),
@@ -105,7 +106,7 @@ pub(crate) fn moment<'a>(
         },
         _ => None,
     };
-    Ok(Moment {
+    Ok(SourceMoment {
         path: &about.path,
         source: about.uuid,
         epoch: view.epoch(),
@@ -119,7 +120,7 @@ pub(crate) fn moment<'a>(
 }
 
 /// The present, without a checkpoint: what a sync would find now.
-pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<'a>, SyncError> {
+pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<SourceMoment<'a>, SyncError> {
     let about = handle.about();
     let mut epoch = handle.last_epoch()?.unwrap_or(NO_EPOCH);
     let mut changes = None;
@@ -128,12 +129,12 @@ pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<
         if !blocks.is_clean() {
             epoch = NO_EPOCH;
         }
-        changes = Some(Ok(Changes { blocks, chain: Vec::new(), size_before: 0 }));
+        changes = Some(Ok(MomentChanges { blocks, chain: Vec::new(), size_before: 0 }));
     }
     let size = handle.reader()?.len();
     let (source, block_size, way) = (about.uuid, about.block_size, vec![epoch]);
     let lives = Lives::default();
-    Ok(Moment { path: &about.path, source, epoch, way, lives, size, block_size, fill: false, changes })
+    Ok(SourceMoment { path: &about.path, source, epoch, way, lives, size, block_size, fill: false, changes })
 }
 
 /// The gap that a checkpoint would begin with.
@@ -144,7 +145,7 @@ pub const PULLED: &str = "pull://";
 
 /// The name under which a source remembers a replica: where it is reached from the source, or `pull://HOST/PATH` if the
 /// replica's side reaches for the source. No destination has such a name.
-pub(crate) fn bookmark(name: &str, status: &Status, way: &Way) -> String {
+pub(crate) fn bookmark(name: &str, status: &StatusReply, way: &Way) -> String {
     known_as(name, &status.path, way)
 }
 
@@ -153,7 +154,7 @@ pub(crate) fn bookmark(name: &str, status: &Status, way: &Way) -> String {
 pub(crate) fn acknowledge(
     handle: &Handle,
     name: &str,
-    status: &Status,
+    status: &StatusReply,
     epoch: delta::Epoch,
     (state, unread): (uuid::Uuid, u64),
 ) -> Result<Option<String>, SyncError> {

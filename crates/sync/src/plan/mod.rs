@@ -20,17 +20,17 @@ use delta::{Epoch, Header, Method};
 use extents::Bitmap;
 use lineage::{Branch, Lives};
 use replica::State;
-use source::{Bookmark, Gap, Position};
+use source::{Bookmark, Gap, KnownPosition};
 use uuid::Uuid;
 
 use crate::conflict::{Conflict, Diverged, Divergence};
 use crate::options::{SyncOptions, Unreadable};
 use crate::plan::primary::TwoSources;
-use crate::plan::read::Wanted;
-use crate::wire::messages::Status;
+use crate::plan::read::WantedBlocks;
+use crate::wire::messages::StatusReply;
 
 /// What is known of a source before a checkpoint is taken.
-pub(crate) struct Facts<'a> {
+pub(crate) struct SourceFacts<'a> {
     pub path: &'a Path,
     pub uuid: Uuid,
     /// Its term, and the epoch at which that began.
@@ -83,7 +83,7 @@ pub(crate) struct Choice {
     /// What the replica's equality will be based on.
     pub trust: String,
     /// Where the replica is, for `tracked`.
-    pub positions: Vec<Position>,
+    pub positions: Vec<KnownPosition>,
 }
 
 impl Choice {
@@ -99,19 +99,23 @@ impl Choice {
         Choice { method: Method::Copy, trust: trust.into(), positions: Vec::new() }
     }
 
-    pub(crate) fn tracked(positions: Vec<Position>) -> Choice {
+    pub(crate) fn tracked(positions: Vec<KnownPosition>) -> Choice {
         Choice { method: Method::Tracked, trust: "tracked".into(), positions }
     }
 }
 
 /// The replica's positions, if it knows an epoch for each.
-pub(crate) fn positions(status: &Status) -> Option<Vec<Position>> {
+pub(crate) fn positions(status: &StatusReply) -> Option<Vec<KnownPosition>> {
     let parts = status.replica.positions.iter();
-    parts.map(|part| Some(Position { epoch: part.epoch?, upto: part.upto })).collect()
+    parts.map(|part| Some(KnownPosition { epoch: part.epoch?, upto: part.upto })).collect()
 }
 
 /// Picks the method.
-pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<Choice, Conflict> {
+pub(crate) fn choose(
+    facts: &SourceFacts<'_>,
+    status: &StatusReply,
+    options: &SyncOptions,
+) -> Result<Choice, Conflict> {
     if facts.live.is_some() {
         allow_live(facts, options)?;
     }
@@ -157,11 +161,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
         _ => {}
     }
     let why = match positions(status).filter(|_| !options.adopt) {
-        None if options.adopt || replica.source.is_none() => "the replica was adopted".to_owned(),
-        None if replica.role.demoted.is_some() => {
-            "it was demoted without knowing what had been written to it".to_owned()
-        }
-        None => "moving its parts in place was cut off".to_owned(),
+        None => unplaced(replica, options.adopt).to_owned(),
         // It may hold what its source wrote later, and no other branch has.
         Some(_)
             if replica.state == State::Fuzzy && replica.epoch.is_some_and(|epoch| shared(facts, &epoch)) =>
@@ -192,10 +192,21 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     }
 }
 
+/// Why the parts of a replica count as of no epoch.
+fn unplaced(replica: &replica::Status, adopt: bool) -> &'static str {
+    if adopt || replica.source.is_none() {
+        "the replica was adopted"
+    } else if replica.role.demoted.is_some() {
+        "it was demoted without knowing what had been written to it"
+    } else {
+        "moving its parts in place was cut off"
+    }
+}
+
 /// Refuses a replica of another history: what that has is not overwritten by the way, however the differences are found.
 pub(crate) fn refuse_foreign(
-    facts: &Facts<'_>,
-    status: &Status,
+    facts: &SourceFacts<'_>,
+    status: &StatusReply,
     options: &SyncOptions,
 ) -> Result<(), Conflict> {
     match &facts.history {
@@ -206,8 +217,8 @@ pub(crate) fn refuse_foreign(
 
 /// Refuses a source that was lost, and in whose place is an empty file: a comparison would empty the replica as well.
 pub(crate) fn refuse_emptied(
-    facts: &Facts<'_>,
-    status: &Status,
+    facts: &SourceFacts<'_>,
+    status: &StatusReply,
     options: &SyncOptions,
 ) -> Result<(), Conflict> {
     match &facts.history {
@@ -225,7 +236,7 @@ pub(crate) fn refuse_emptied(
 }
 
 /// Refuses a source in whose place a backup was put, or whose file system was rolled back: a comparison would take the replica back with it.
-pub(crate) fn refuse_other_content(facts: &Facts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
+pub(crate) fn refuse_other_content(facts: &SourceFacts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
     match &facts.history {
         Knowledge::Lost(why @ Gap::OtherContent(_)) if !options.accept_source && !options.adopt => {
             let (path, name) = (facts.path.to_path_buf(), facts.name.to_owned());
@@ -236,14 +247,14 @@ pub(crate) fn refuse_other_content(facts: &Facts<'_>, options: &SyncOptions) -> 
 }
 
 /// True for an epoch from before the term of this source.
-fn shared(facts: &Facts<'_>, epoch: &Epoch) -> bool {
+fn shared(facts: &SourceFacts<'_>, epoch: &Epoch) -> bool {
     facts.began.is_some_and(|began| epoch.number <= began.number)
 }
 
 /// Refuses a destination that was written to as the same source, or that has what this one has not: neither has what the other wrote since.
 pub(crate) fn refuse_diverged(
-    facts: &Facts<'_>,
-    status: &Status,
+    facts: &SourceFacts<'_>,
+    status: &StatusReply,
     options: &SyncOptions,
 ) -> Result<(), Conflict> {
     let replica = &status.replica;
@@ -297,7 +308,7 @@ const UNKNOWN_BRANCH: &str = "nothing tells whether this source has all that the
                               --force\" where it is makes that the source; \"dsync sync --discard-there SRC DST\" compares everything, overwrites what \
                               differs in the replica, and continues from here";
 
-fn foreign(facts: &Facts<'_>, status: &Status, why: String) -> Conflict {
+fn foreign(facts: &SourceFacts<'_>, status: &StatusReply, why: String) -> Conflict {
     Conflict::Foreign { replica: status.path.clone(), path: facts.path.to_path_buf(), why }
 }
 
@@ -318,7 +329,7 @@ fn later(epoch: &Epoch, known: u64, ahead: bool) -> String {
 /// not mounted. `known` is where the source remembers it.
 pub(crate) fn refuse_vanished(
     (path, name): (&Path, &str),
-    status: &Status,
+    status: &StatusReply,
     known: Option<&Bookmark>,
 ) -> Result<(), Conflict> {
     match known.filter(|_| status.replica.positions.is_empty() && status.replica.source.is_none()) {
@@ -333,7 +344,7 @@ pub(crate) fn refuse_vanished(
 }
 
 /// Bytes that a destination has beyond the end of a source of `size` bytes, and that a commit cuts off. A device keeps them.
-pub(crate) fn cut_off(status: &Status, size: u64) -> u64 {
+pub(crate) fn cut_off(status: &StatusReply, size: u64) -> u64 {
     let has = status.wrong_size.unwrap_or(status.replica.size);
     if status.replica.capacity.is_some() { 0 } else { has.saturating_sub(size) }
 }
@@ -341,7 +352,7 @@ pub(crate) fn cut_off(status: &Status, size: u64) -> u64 {
 /// Refuses to adopt a file that is larger than the source: its size is the best sign of a wrong destination.
 pub(crate) fn refuse_larger(
     (path, uuid, size): (&Path, Uuid, u64),
-    status: &Status,
+    status: &StatusReply,
     options: &SyncOptions,
 ) -> Result<(), Conflict> {
     let beyond = cut_off(status, size);
@@ -354,7 +365,7 @@ pub(crate) fn refuse_larger(
 }
 
 /// Refuses what cannot be done with a disk in use.
-fn allow_live(facts: &Facts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
+fn allow_live(facts: &SourceFacts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
     let path = facts.path.to_path_buf();
     if options.at_view {
         return Err(Conflict::NoView(path));
@@ -372,7 +383,7 @@ fn allow_live(facts: &Facts<'_>, options: &SyncOptions) -> Result<(), Conflict> 
 }
 
 /// A moment of a source.
-pub(crate) struct Moment<'a> {
+pub(crate) struct SourceMoment<'a> {
     pub path: &'a Path,
     pub source: Uuid,
     pub epoch: Epoch,
@@ -387,11 +398,11 @@ pub(crate) struct Moment<'a> {
     /// What is between dense changes may be moved too.
     pub fill: bool,
     /// What a tracked delta carries, or why that is not known; `None` if it was not queried.
-    pub changes: Option<Result<Changes, Gap>>,
+    pub changes: Option<Result<MomentChanges, Gap>>,
 }
 
 /// What changed between a replica's positions and a moment.
-pub(crate) struct Changes {
+pub(crate) struct MomentChanges {
     pub blocks: Bitmap,
     /// The epochs at which the replica may be, ascending; the last is the moment's.
     pub chain: Vec<Epoch>,
@@ -405,7 +416,7 @@ pub(crate) struct SyncPlan {
     pub header: Header,
     /// A seed: epochs of the source that came before its own, ascending.
     pub before: Vec<Epoch>,
-    pub wanted: Wanted,
+    pub wanted: WantedBlocks,
     /// Blocks, extents and bytes that changed, if that is less than what is sent.
     pub changed: Option<(u64, u64, u64)>,
     /// It is a pass over a live disk, without a commit.
@@ -416,8 +427,8 @@ impl Choice {
     /// The plan for a moment. If what changed up to it is not known after all, the plan is a comparison.
     pub(crate) fn at(
         self,
-        moment: Moment<'_>,
-        status: &Status,
+        moment: SourceMoment<'_>,
+        status: &StatusReply,
         options: &SyncOptions,
     ) -> Result<SyncPlan, Conflict> {
         let Choice { method, trust, positions } = self;
@@ -440,33 +451,33 @@ impl Choice {
 }
 
 /// A delta to that moment.
-fn header(method: Method, moment: &Moment<'_>, size_before: u64) -> Header {
+fn header(method: Method, moment: &SourceMoment<'_>, size_before: u64) -> Header {
     let (sizes, lives) = ((size_before, moment.size), moment.lives.clone());
     Header { lives, ..Header::new(moment.source, method, moment.way.clone(), sizes, moment.block_size) }
 }
 
 /// What a comparison finds. It replaces an interrupted transfer, as the digests are those of the destination.
-fn compare(method: Method, trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
+fn compare(method: Method, trust: String, moment: &SourceMoment<'_>, status: &StatusReply) -> SyncPlan {
     let replica = &status.replica;
     let header = Header { binds: Some(replica.nonce), ..header(method, moment, replica.size) };
     // The most that it can be.
-    let wanted = Wanted::allocated(moment.size, moment.block_size.into());
+    let wanted = WantedBlocks::allocated(moment.size, moment.block_size.into());
     SyncPlan { trust, header, before: Vec::new(), wanted, changed: None, pass: false }
 }
 
 /// Everything that is allocated.
-fn copy(trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
+fn copy(trust: String, moment: &SourceMoment<'_>, status: &StatusReply) -> SyncPlan {
     let (replica, block_size) = (&status.replica, u64::from(moment.block_size));
     let seed = replica.positions.is_empty();
     let header = header(Method::Copy, moment, if seed { 0 } else { replica.size });
     let binds = (!seed || replica.under_way()).then_some(replica.nonce);
     let wanted = match seed {
-        true => Wanted::allocated(moment.size, block_size),
+        true => WantedBlocks::allocated(moment.size, block_size),
         // The destination has content: the source's zeroes must be named.
         false => {
             let all = Bitmap::new(moment.size.div_ceil(block_size));
             all.set(0..all.blocks());
-            Wanted::marked(all, moment.size, block_size)
+            WantedBlocks::marked(all, moment.size, block_size)
         }
     };
     let mut header = Header { binds, ..header };
@@ -478,9 +489,14 @@ fn copy(trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
 }
 
 /// What changed since the replica's positions, where it is unsure of what it holds, and what is beyond the last position.
-fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status: &Status) -> SyncPlan {
+fn tracked(
+    positions: &[KnownPosition],
+    changes: MomentChanges,
+    moment: &SourceMoment<'_>,
+    status: &StatusReply,
+) -> SyncPlan {
     let (replica, block_size) = (&status.replica, u64::from(moment.block_size));
-    let Changes { blocks, chain, size_before } = changes;
+    let MomentChanges { blocks, chain, size_before } = changes;
     let mut header = header(Method::Tracked, moment, size_before);
     header.resumes = replica.resumes;
     if replica.under_way() || !replica.unsure.is_empty() || replica.role.demoted.is_some() {
@@ -506,7 +522,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
     }
     let upto = positions.last().map_or(0, |position| position.upto);
     replica.unsure.mark(&blocks, block_size);
-    let mut wanted = Wanted::marked(blocks, moment.size, block_size).and_beyond(upto);
+    let mut wanted = WantedBlocks::marked(blocks, moment.size, block_size).and_beyond(upto);
     let changed = moment.fill.then(|| wanted.fill_dense());
     SyncPlan { trust: "tracked".into(), header, before: Vec::new(), wanted, changed, pass: false }
 }
@@ -514,7 +530,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
 impl SyncPlan {
     /// True if there is nothing to commit: the replica is at the plan's epoch, without leftovers. A former source becomes a replica of this
     /// one by a commit, also by one that writes nothing: until then it may be made the source again as if nothing were lost.
-    pub(crate) fn is_done(&self, status: &Status) -> bool {
+    pub(crate) fn is_done(&self, status: &StatusReply) -> bool {
         let (replica, header) = (&status.replica, &self.header);
         let at = replica::Position { epoch: header.to().copied(), upto: header.size_after };
         header.method == Method::Tracked
@@ -557,7 +573,7 @@ mod tests {
     /// last; with "partly" it is at 5 in its first half only, with "cut off" the rest of a transfer can be resumed. "demoted": a
     /// former source that went on to 7; "batches": a mirror brought it ahead; "term2": it has heard of that term; "source1": the
     /// source itself, in that term.
-    fn replica(words: &str) -> Status {
+    fn replica(words: &str) -> StatusReply {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let number =
             words.split_once("at ").and_then(|(_, rest)| rest.split_whitespace().next()?.parse().ok());
@@ -620,7 +636,7 @@ mod tests {
             doubted: false,
         });
         let holds_data = has("at");
-        Status { path: "/replica".into(), primary, holds_data, ..Status::of(replica) }
+        StatusReply { path: "/replica".into(), primary, holds_data, ..StatusReply::of(replica) }
     }
 
     /// Options in words, as on the command line.
@@ -642,7 +658,7 @@ mod tests {
     /// Epoch 5 of a life.
     const COMMON: Point = Point { life: SOURCE, n: 5 << 24 };
 
-    fn chosen(status: &Status, words: &str) -> Result<Choice, Conflict> {
+    fn chosen(status: &StatusReply, words: &str) -> Result<Choice, Conflict> {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let history = match () {
             () if has("gap") => Knowledge::Lost("the host crashed".into()),
@@ -652,7 +668,7 @@ mod tests {
             () if has("foreign") => Knowledge::Foreign("it was restored".into()),
             () => Knowledge::Known,
         };
-        let facts = Facts {
+        let facts = SourceFacts {
             path: Path::new("/source"),
             uuid: SOURCE,
             term: (2..4).find(|term| has(&format!("term{term}"))).unwrap_or(1),
@@ -948,10 +964,10 @@ mod tests {
             let blocks = Bitmap::new(blocks_now);
             blocks.set(2..4);
             let chain = (since..=7).map(epoch).collect();
-            Changes { blocks, chain, size_before: BLOCKS * BLOCK }
+            MomentChanges { blocks, chain, size_before: BLOCKS * BLOCK }
         };
         let late = words.contains("late");
-        let moment = Moment {
+        let moment = SourceMoment {
             path: Path::new("/source"),
             source: SOURCE,
             epoch: epoch(7),

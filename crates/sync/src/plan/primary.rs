@@ -10,7 +10,7 @@ use std::path::Path;
 use delta::Epoch;
 use extents::Bitmap;
 use replica::FIRST_TERM;
-use source::{About, Handle, History, Position, SourceError};
+use source::{Handle, History, KnownPosition, SourceError, SourceMetadata};
 
 use crate::conflict::Since;
 use crate::error::SyncError;
@@ -20,7 +20,7 @@ use crate::wire::messages::{Origin, Primary};
 /// Refuses to adopt a disk that was promoted, whatever source it is to follow: what was written to it since is in no other.
 pub(crate) fn refuse_adoption(
     path: &Path,
-    options: &replica::Options,
+    options: &replica::ReplicaOptions,
     state: &dyn Site,
 ) -> Result<(), SyncError> {
     let lineage = state.lineage(path, options).unwrap_or(None);
@@ -36,7 +36,7 @@ pub(crate) fn refuse_adoption(
 /// Refuses a delta for a disk that is a source, and was never a replica.
 pub(crate) fn refuse_merge(
     path: &Path,
-    options: &replica::Options,
+    options: &replica::ReplicaOptions,
     state: &dyn Site,
 ) -> Result<(), SyncError> {
     let replica = state.lineage(path, options).map_or(true, |lineage| lineage.is_some());
@@ -58,7 +58,7 @@ fn is_source(path: &Path, term: u64) -> String {
 /// What is at `path`, if that is the source of `origin` itself: a source without a lineage, or a replica that was promoted.
 pub(crate) fn primary_at(
     path: &Path,
-    options: &replica::Options,
+    options: &replica::ReplicaOptions,
     state: &dyn Site,
     origin: &Origin,
 ) -> Result<Option<Primary>, SyncError> {
@@ -91,7 +91,11 @@ pub(crate) fn primary_at(
     }
 }
 
-fn primary(state: &dyn Site, (place, about): (&Path, &About), origin: &Origin) -> Result<Primary, SyncError> {
+fn primary(
+    state: &dyn Site,
+    (place, about): (&Path, &SourceMetadata),
+    origin: &Origin,
+) -> Result<Primary, SyncError> {
     let folder = state.folder(place).map_err(SyncError::io(format!("open {}", place.display())))?;
     let history = History::read(&*folder)?;
     let (term, began) = (about.term, about.began);
@@ -156,14 +160,14 @@ struct Written {
 
 fn written_after(
     state: &dyn Site,
-    (place, about): (&Path, &About),
+    (place, about): (&Path, &SourceMetadata),
     history: &History,
     epoch: &Epoch,
 ) -> Result<Written, SourceError> {
     let block_size = u64::from(about.block_size);
     let size = history.last().and_then(|last| history.size_at(&last)).unwrap_or(0).max(about.identity.size);
     let blocks = Bitmap::new(size.div_ceil(block_size));
-    let position = Position { epoch: *epoch, upto: u64::MAX };
+    let position = KnownPosition { epoch: *epoch, upto: u64::MAX };
     if history.changes_since(&[position], about.block_size, &blocks).is_err() {
         return Ok(Written { bytes: None, doubted: true });
     }

@@ -10,11 +10,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use delta::{Frame, Record};
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, Piece, Pieces, Queue, Request, RequestKind};
 use extents::Bitmap;
 
 use crate::plan::dense::fill_dense;
-use crate::report::Totals;
+use crate::report::RunningTotals;
 
 /// The most data of a frame, in bytes.
 pub(crate) const FRAME: u64 = delta::MAX_DATA as u64;
@@ -74,7 +74,7 @@ pub(crate) enum Want {
 }
 
 /// What a delta has to carry: blocks marked in a bitmap, and from some offset on everything.
-pub(crate) struct Wanted {
+pub(crate) struct WantedBlocks {
     pub changes: Arc<Bitmap>,
     pub block_size: u64,
     pub size: u64,
@@ -94,19 +94,19 @@ pub(crate) struct Count {
     pub read: u64,
 }
 
-impl Wanted {
+impl WantedBlocks {
     /// All that is allocated.
-    pub(crate) fn allocated(size: u64, block_size: u64) -> Wanted {
-        Wanted { changes: Bitmap::new(0).into(), block_size, size, all_from: 0, to_end: false }
+    pub(crate) fn allocated(size: u64, block_size: u64) -> WantedBlocks {
+        WantedBlocks { changes: Bitmap::new(0).into(), block_size, size, all_from: 0, to_end: false }
     }
 
     /// The marked blocks.
-    pub(crate) fn marked(changes: impl Into<Arc<Bitmap>>, size: u64, block_size: u64) -> Wanted {
-        Wanted { changes: changes.into(), block_size, size, all_from: u64::MAX, to_end: false }
+    pub(crate) fn marked(changes: impl Into<Arc<Bitmap>>, size: u64, block_size: u64) -> WantedBlocks {
+        WantedBlocks { changes: changes.into(), block_size, size, all_from: u64::MAX, to_end: false }
     }
 
-    /// Also what is allocated beyond a byte of the disk, and the block that this byte is in.
-    pub(crate) fn and_beyond(mut self, upto: u64) -> Wanted {
+    /// Adds what is allocated beyond a byte of the disk, and the block that this byte is in.
+    pub(crate) fn and_beyond(mut self, upto: u64) -> WantedBlocks {
         if upto < self.size {
             let block = upto / self.block_size;
             self.changes.set(block..(block + 1).min(self.changes.blocks()));
@@ -115,14 +115,14 @@ impl Wanted {
         self
     }
 
-    /// Also the last block, whatever it holds.
+    /// Adds the last block, whatever it holds.
     pub(crate) fn reach_end(&mut self) {
         self.to_end = true;
         let blocks = self.changes.blocks();
         self.changes.set(blocks.saturating_sub(1)..blocks);
     }
 
-    /// Also what is between marked blocks, where they are dense. Returns the blocks, extents and bytes that were marked
+    /// Adds what is between marked blocks, where they are dense. Returns the blocks, extents and bytes that were marked
     /// before.
     pub(crate) fn fill_dense(&mut self) -> (u64, u64, u64) {
         let blocks = self.changes.count();
@@ -180,10 +180,10 @@ impl Wanted {
     }
 }
 
-/// The extents of [`Wanted`], cut by what the disk knows of its holes.
+/// The extents of [`WantedBlocks`], cut by what the disk knows of its holes.
 pub(crate) struct Wants<'a> {
     runs: extents::Runs<'a>,
-    wanted: &'a Wanted,
+    wanted: &'a WantedBlocks,
     disk: &'a dyn Disk,
     marked_end: u64,
     rest: u64,
@@ -295,7 +295,7 @@ impl Job {
         buf.set_len(bytes as usize);
         let pieces: Pieces =
             self.spans.iter().map(|s| Piece { offset: s.start, len: s.end - s.start }).collect();
-        Request { kind: Kind::Read, pieces, buf, token }
+        Request { kind: RequestKind::Read, pieces, buf, token }
     }
 
     /// What was read, as a frame: what is between them is dropped, zeroes become records without data; those that begin
@@ -370,15 +370,15 @@ pub(crate) struct FrameReader<'a> {
     leave_out: bool,
     /// From this offset on zeroes are named, where holes otherwise need no record.
     named_from: u64,
-    totals: &'a Totals<'a>,
+    totals: &'a RunningTotals<'a>,
 }
 
 impl<'a> FrameReader<'a> {
     pub(crate) fn new<D: Disk + 'static>(
-        wanted: &'a Wanted,
+        wanted: &'a WantedBlocks,
         disk: &'a Arc<D>,
         (size, leave_out): (FrameSize, bool),
-        totals: &'a Totals<'a>,
+        totals: &'a RunningTotals<'a>,
     ) -> io::Result<FrameReader<'a>> {
         Ok(FrameReader {
             disk: &**disk,
@@ -637,9 +637,9 @@ mod tests {
         for at in (0..SIZE).step_by(1 << 20) {
             disk.write_at(at, &[7; 1 << 20]).unwrap();
         }
-        let wanted = Wanted::allocated(SIZE, 4096);
+        let wanted = WantedBlocks::allocated(SIZE, 4096);
         let size = FrameSize::new(true, 4096);
-        let totals = Totals::new(&|_, _| {});
+        let totals = RunningTotals::new(&|_, _| {});
         let mut reader = FrameReader::new(&wanted, &disk, (size, false), &totals).unwrap();
         let (mut frames, mut sent) = (0, 0);
         while let Some((frame, _)) = reader.next(None).unwrap() {

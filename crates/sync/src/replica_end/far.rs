@@ -11,7 +11,8 @@ use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Message, Received, Receiver, Sender};
 use replica::{
-    Commit, Coverage, DeltaReceiver, Expected, Herald, Keep, KnownReplicas, Replica, ReplicaError, SourceTime,
+    CommitMode, Coverage, DeltaReceiver, ExpectedBytes, Herald, Keep, KnownReplicas, Replica, ReplicaError,
+    SourceTime,
 };
 use serde::Serialize;
 use source::{Attended, SourceError, StateDir};
@@ -25,8 +26,8 @@ use crate::site::{Site, list};
 use crate::transfer::compared::while_linked;
 use crate::wire::digests::ReplicaDigests;
 use crate::wire::messages::{
-    Apart, COMMITTED, Committed, FAILED, Failed, Found, Moments, Open, PLAN, Plan, Primary, RESULT, Status,
-    VERDICT, nonsense, of_digest_report, of_sum_report, to_unit, unexpected,
+    Apart, COMMITTED, CommitReply, FAILED, Failed, Moments, Open, PLAN, Plan, Primary, RESULT, StatusReply,
+    VERDICT, VerifyFinding, nonsense, of_digest_report, of_sum_report, to_unit, unexpected,
 };
 
 /// Opens a replica of this host.
@@ -39,10 +40,10 @@ pub(crate) fn open_member(
     open: &Open,
     path: &Path,
     state: &dyn Site,
-    group: Option<replica::Membership>,
+    group: Option<replica::ReplicaMembership>,
 ) -> Result<Opened, SyncError> {
     refuse_source(open.source.as_ref(), path, state)?;
-    let here = replica::Options { group, ..state.opening(open.journal_dir.as_deref()) };
+    let here = replica::ReplicaOptions { group, ..state.opening(open.journal_dir.as_deref()) };
     let options = asked_for(open, here);
     if let Some(origin) = &open.origin {
         if let Some(primary) = primary_at(path, &options, state, origin)? {
@@ -56,8 +57,8 @@ pub(crate) fn open_member(
 }
 
 /// What the source's side asks for, beside what is said here.
-pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options {
-    replica::Options {
+pub(crate) fn asked_for(open: &Open, here: replica::ReplicaOptions) -> replica::ReplicaOptions {
+    replica::ReplicaOptions {
         adopt: open.adopt,
         create: open.create,
         format: open.format,
@@ -75,7 +76,11 @@ pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options
 ///
 /// # Errors
 /// As [`Replica::open`].
-pub fn open_replica(path: &Path, options: &replica::Options, state: &dyn Site) -> Result<Replica, SyncError> {
+pub fn open_replica(
+    path: &Path,
+    options: &replica::ReplicaOptions,
+    state: &dyn Site,
+) -> Result<Replica, SyncError> {
     state.open(path, options).map_err(|error| match error {
         ReplicaError::NotAReplica(path) => not_a_replica(path, state),
         other => other.into(),
@@ -154,14 +159,14 @@ pub(crate) fn end_with<T>(sender: Sender, result: Result<T, SyncError>) -> Resul
 }
 
 /// How a replica of the host whose state directory this is is opened, with its state in a folder if one is given.
-pub fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
+pub fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::ReplicaOptions {
     let here = state.clone();
     let herald = move |device: &Path| source::overwritten(&here, device).map_err(|error| told(device, error));
-    replica::Options {
+    replica::ReplicaOptions {
         folder: journal_dir.map(Path::to_path_buf),
         devices: state.replicas_folder(),
         herald: Some(Herald::new(herald)),
-        ..replica::Options::default()
+        ..replica::ReplicaOptions::default()
     }
 }
 
@@ -255,13 +260,13 @@ impl ReplicaEnd<'_> {
             if let Some(released) = plan.release {
                 replica.release(released)?;
                 let epoch = released.epoch;
-                sender.send_json(COMMITTED, &Committed::nothing_written(epoch))?;
+                sender.send_json(COMMITTED, &CommitReply::nothing_written(epoch))?;
                 return self.last_word(None, None);
             }
             if plan.accept {
                 replica.accept()?;
                 let epoch = replica.status().epoch.ok_or_else(|| nonsense("an acceptance"))?;
-                sender.send_json(COMMITTED, &Committed::nothing_written(epoch))?;
+                sender.send_json(COMMITTED, &CommitReply::nothing_written(epoch))?;
                 return self.last_word(None, open.verify.then_some(&replica));
             }
             if let Some(mirror) = &plan.mirror {
@@ -294,8 +299,8 @@ impl ReplicaEnd<'_> {
     /// Says that the destination is a source itself: nothing is received for it as it is. What the source's side answers; `None` if it says
     /// goodbye.
     fn say_primary(&self, path: &Path, primary: Primary) -> Result<Option<Message>, SyncError> {
-        let status = Status::of(replica::Status::nothing());
-        Status { path: path.to_path_buf(), primary: Some(primary), ..status }.say(self.sender)?;
+        let status = StatusReply::of(replica::Status::nothing());
+        StatusReply { path: path.to_path_buf(), primary: Some(primary), ..status }.say(self.sender)?;
         match self.receiver.recv()? {
             Some(message) if ![PLAN, RESULT].contains(&message.kind) => Err(unexpected(&message)),
             answer => Ok(answer),
@@ -334,7 +339,7 @@ impl ReplicaEnd<'_> {
             match (message.kind, verified) {
                 (RESULT, _) => result = Some(message),
                 (VERDICT, Some(replica)) => {
-                    let found: Found = message.json()?;
+                    let found: VerifyFinding = message.json()?;
                     // The source knows it, whether it can be written down here or not.
                     let _ = replica.note_verdict(found.bytes_differing, found.but_changed);
                 }
@@ -369,7 +374,7 @@ impl AtEnd {
 
 /// What became of a delta.
 pub(crate) enum Taken {
-    Committed(Committed),
+    Committed(CommitReply),
     Kept,
     Prepared(Coverage),
 }
@@ -387,7 +392,11 @@ fn holds_data(replica: &Replica) -> bool {
     replica.content().is_ok_and(|disk| !matches!(disk.allocated(0), Ok(None)))
 }
 
-pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
+pub(crate) fn say_status(
+    sender: &Sender,
+    replica: &mut Replica,
+    commit: CommitMode,
+) -> Result<(), SyncError> {
     let path = replica.path().to_path_buf();
     let status = replica.status().clone();
     // A device may be larger than its source.
@@ -396,13 +405,13 @@ pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit)
         _ => None,
     };
     let holds_data = status.epoch.is_some() && holds_data(replica);
-    let (size, mut said) = (status.size, Status::of(status));
+    let (size, mut said) = (status.size, StatusReply::of(status));
     said.holds_data = holds_data;
     said.path = canonical(&path).unwrap_or(path);
     said.wrong_size = len.filter(|len| *len != size);
     said.in_place = replica.is_in_place(commit);
     let anew = replica.demotes_anew();
-    said.demotes_anew = anew[anew.len().saturating_sub(Status::MOST_ANEW)..].to_vec();
+    said.demotes_anew = anew[anew.len().saturating_sub(StatusReply::MOST_ANEW)..].to_vec();
     said.acceptable = replica.acceptable();
     said.moments = replica.keeps_every().map(|every| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -421,9 +430,9 @@ impl ReplicaEnd<'_> {
     ) -> Result<Taken, SyncError> {
         let ReplicaEnd { sender, receiver, progress, .. } = *self;
         let expected = match plan.data {
-            0 if plan.resends => Expected::Countable,
-            0 => Expected::Unknown,
-            bytes => Expected::AtMost(bytes),
+            0 if plan.resends => ExpectedBytes::Countable,
+            0 => ExpectedBytes::Unknown,
+            bytes => ExpectedBytes::AtMost(bytes),
         };
         replica.expect(expected, &plan.before);
         if let Some(params) = &plan.rolling {
@@ -596,7 +605,7 @@ impl ReplicaEnd<'_> {
                 return Ok(Taken::Prepared(Coverage::Part));
             }
             if last {
-                return Ok(Taken::Committed(Committed::of(&receipt.finish()?)));
+                return Ok(Taken::Committed(CommitReply::of(&receipt.finish()?)));
             }
         }
     }
@@ -606,7 +615,7 @@ impl ReplicaEnd<'_> {
 #[derive(Debug, Clone, Default)]
 pub struct MergeOptions {
     /// The commit mode.
-    pub commit: Commit,
+    pub commit: CommitMode,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
     /// Create a new replica if the file of one is gone.
@@ -645,7 +654,7 @@ pub fn merge(
     state: &StateDir,
     input: impl Read,
 ) -> Result<Merged, SyncError> {
-    let how = replica::Options {
+    let how = replica::ReplicaOptions {
         create: options.create,
         keep: options.keep.clone(),
         ..open_options(options.journal_dir.as_deref(), state)
@@ -664,7 +673,7 @@ pub fn merge(
 #[doc(hidden)]
 pub fn merge_over(
     open: impl FnOnce() -> replica::Result<Replica>,
-    commit: Commit,
+    commit: CommitMode,
     input: impl Read,
 ) -> Result<Merged, SyncError> {
     merge_into(|| Ok(open()?), commit, input).map(|(merged, _)| merged)
@@ -672,7 +681,7 @@ pub fn merge_over(
 
 fn merge_into(
     open: impl FnOnce() -> Result<Replica, SyncError>,
-    commit: Commit,
+    commit: CommitMode,
     input: impl Read,
 ) -> Result<(Merged, Replica), SyncError> {
     let began = Instant::now();

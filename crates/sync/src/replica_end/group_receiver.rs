@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
-use replica::{Commit, Coverage, Group, KnownReplicas, Lineage, Membership, Replica};
+use replica::{CommitMode, Coverage, Group, KnownReplicas, Lineage, Replica, ReplicaMembership};
 
 use crate::conflict::ways_of_group;
 use crate::error::SyncError;
@@ -11,7 +11,7 @@ use crate::plan::primary::primary_at;
 use crate::replica_end::far::{Opened, ReplicaEnd, Taken, list_received, open_member, say_status};
 use crate::site::{Site, list};
 use crate::wire::messages::{
-    COMMIT_GROUP, COMMITTED, Committed, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
+    COMMIT_GROUP, COMMITTED, CommitReply, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
     unexpected,
 };
 
@@ -42,7 +42,7 @@ pub(crate) fn open_group(
                 dir.join(path.file_name().unwrap_or_default())
             }
         };
-        match open_member(open, path, state, Some(Membership::of(&at, &dir, &asked.name)))? {
+        match open_member(open, path, state, Some(ReplicaMembership::of(&at, &dir, &asked.name)))? {
             Opened::Replica(replica) => replicas.push(*replica),
             Opened::Primary(_, primary) => return Err(diverged(asked, paths, primary.term, (&dir, state))),
         }
@@ -125,7 +125,7 @@ impl ReplicaEnd<'_> {
         followed.for_each(|replica| list(replica, known.as_ref()));
         loop {
             for replica in &mut replicas {
-                say_status(self.sender, replica, Commit::Journal)?;
+                say_status(self.sender, replica, CommitMode::Journal)?;
             }
             let mut covered = vec![Coverage::Part; replicas.len()];
             let Some(cut) =
@@ -139,7 +139,7 @@ impl ReplicaEnd<'_> {
             replicas.iter_mut().try_for_each(Replica::apply_options)?;
             let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {
                 let warnings = replica.take_warnings();
-                done.as_ref().map(|done| Committed { warnings, ..Committed::of(done) })
+                done.as_ref().map(|done| CommitReply { warnings, ..CommitReply::of(done) })
             });
             self.sender.send_json(GROUP_COMMITTED, &committed.collect::<Vec<_>>())?;
         }

@@ -7,7 +7,8 @@ use device::{Dir, Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{Group, Intent, KnownReplicas, Lineage, Replica};
 use source::{
-    About, Gap, Handle, History, Members, Membership, SourceError, SourceOptions, StateDir, Succession,
+    Gap, Handle, History, Members, SourceError, SourceMembership, SourceMetadata, SourceOptions, StateDir,
+    Succession,
 };
 use uuid::Uuid;
 
@@ -36,15 +37,15 @@ impl Site for StateDir {
         Storage::of(path)
     }
 
-    fn opening(&self, journal_dir: Option<&Path>) -> replica::Options {
+    fn opening(&self, journal_dir: Option<&Path>) -> replica::ReplicaOptions {
         open_options(journal_dir, self)
     }
 
-    fn lineage(&self, path: &Path, options: &replica::Options) -> replica::Result<Option<Lineage>> {
+    fn lineage(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Option<Lineage>> {
         replica::inspect(path, options)
     }
 
-    fn open(&self, path: &Path, options: &replica::Options) -> replica::Result<Replica> {
+    fn open(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Replica> {
         Replica::open(path, options)
     }
 
@@ -52,11 +53,11 @@ impl Site for StateDir {
         replica::settle(path, &open_options(None, self))
     }
 
-    fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError> {
+    fn source(&self, what: &str) -> Result<Option<(PathBuf, SourceMetadata)>, SourceError> {
         StateDir::source(self, what)
     }
 
-    fn sources(&self) -> Result<Vec<About>, SourceError> {
+    fn sources(&self) -> Result<Vec<SourceMetadata>, SourceError> {
         Ok(self.survey()?.sources.into_iter().map(|(_, about)| about).collect())
     }
 
@@ -72,25 +73,25 @@ impl Site for StateDir {
         source::succeed(self, path, succession)
     }
 
-    fn doubt(&self, place: &Path, about: &About) -> Result<Option<Gap>, SourceError> {
+    fn doubt(&self, place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
         source::doubt(place, about)
     }
 
     fn written_since(
         &self,
         place: &Path,
-        about: &About,
+        about: &SourceMetadata,
         history: &History,
         into: &Bitmap,
     ) -> Result<Option<Gap>, SourceError> {
         Ok(source::written_since(place, about, history, into)?.unknown)
     }
 
-    fn is_recorded(&self, place: &Path, about: &About) -> Result<bool, SourceError> {
+    fn is_recorded(&self, place: &Path, about: &SourceMetadata) -> Result<bool, SourceError> {
         source::is_recorded(place, about)
     }
 
-    fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError> {
+    fn forget(&self, place: &Path, about: &SourceMetadata) -> Result<(), SourceError> {
         source::forget_source(self, place, about)
     }
 
@@ -132,7 +133,7 @@ impl Site for StateDir {
         source::check_term(self, path, source, term)
     }
 
-    fn join_group(&self, path: &Path, group: Membership) -> Result<bool, SourceError> {
+    fn join_group(&self, path: &Path, group: SourceMembership) -> Result<bool, SourceError> {
         source::join_group(self, path, group)
     }
 

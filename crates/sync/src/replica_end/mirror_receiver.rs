@@ -129,7 +129,7 @@ fn decode(path: &Path, decompressor: Option<&mut Decompressor>, item: Item) -> R
 /// The last stage: batches are committed, confirmed, and written to the destination.
 struct Committing<'a> {
     sender: &'a Sender,
-    batches: replica::Batches<'a>,
+    batches: replica::BatchCommitter<'a>,
     /// The batch that has begun, and when.
     begun: Option<(Uuid, Instant)>,
     done: crossbeam_channel::Sender<()>,

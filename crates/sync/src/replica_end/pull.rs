@@ -141,7 +141,7 @@ impl Pull {
     /// Brings the replica up to date from the source at the other end of `link`.
     ///
     /// # Errors
-    /// As for [`push`](crate::push()) on the other side, as [`SyncError::Far`], and for [`receive`](crate::receive()) on this one.
+    /// As [`push`](crate::push()) on the other side, as [`SyncError::Far`], and for [`receive`](crate::receive()) on this one.
     pub fn sync(&self, link: Link, context: PullContext<'_>) -> Result<Summary, SyncError> {
         self.ask(link, context)
     }
@@ -149,7 +149,7 @@ impl Pull {
     /// Compares the replica with the source at the other end of `link`.
     ///
     /// # Errors
-    /// As for [`verify`](crate::verify()) on the other side, as [`SyncError::Far`].
+    /// As [`verify`](crate::verify()) on the other side, as [`SyncError::Far`].
     pub fn verify(&self, link: Link, context: PullContext<'_>) -> Result<Verified, SyncError> {
         self.ask(link, context)
     }
@@ -315,7 +315,7 @@ mod tests {
     use super::*;
     use crate::error::Class;
     use crate::options::LiveOptions;
-    use crate::wire::messages::{PLAN, Plan, Status};
+    use crate::wire::messages::{PLAN, Plan, StatusReply};
 
     const SIZE: usize = 1 << 20;
 
@@ -397,7 +397,7 @@ mod tests {
         if let Some(plan) = plan {
             sender.send_json(PLAN, &plan)?;
             sender.finish()?;
-            return Status::hear(&receiver).map(drop);
+            return StatusReply::hear(&receiver).map(drop);
         }
         sender.finish()?;
         while receiver.recv()?.is_some() {}
@@ -411,7 +411,7 @@ mod tests {
         let open = Open {
             adopt: true,
             create: true,
-            ..Open::new(&place.path("victim"), &Some(place.path("elsewhere")), replica::Commit::InPlace)
+            ..Open::new(&place.path("victim"), &Some(place.path("elsewhere")), replica::CommitMode::InPlace)
         };
         let pulled = place.pull_from(&place.pull(sync(SyncOptions::default())), move |link| {
             liar(link, open, None).unwrap();
@@ -425,7 +425,7 @@ mod tests {
     #[test]
     fn a_source_writes_nothing_in_a_dry_run() {
         let place = Place::new();
-        let open = Open::new(&place.path("copy"), &None, replica::Commit::Journal);
+        let open = Open::new(&place.path("copy"), &None, replica::CommitMode::Journal);
         let dry = sync(SyncOptions { dry_run: true, ..SyncOptions::default() });
         let pulled = place.pull_from(&place.pull(dry), move |link| {
             let plan = Plan { bytes: 1, delta: true, ..Plan::default() };

@@ -47,10 +47,10 @@ pub fn receive_within(link: Link, site: &dyn Site, allowed: &AllowedPaths) -> Re
 #[doc(hidden)]
 pub fn receive_over(
     link: Link,
-    open: &dyn Fn(&replica::Options) -> replica::Result<Replica>,
+    open: &dyn Fn(&replica::ReplicaOptions) -> replica::Result<Replica>,
 ) -> Result<(), SyncError> {
     let one: Opener<'_> = &|asked| {
-        let options = asked_for(asked, replica::Options::default());
+        let options = asked_for(asked, replica::ReplicaOptions::default());
         Ok(Opened::Replica(Box::new(open(&options)?)))
     };
     receive_at(link, None, one, &|_| Err(SyncError::Refused("no group is received here".into())))

@@ -92,7 +92,7 @@ pub struct ToldMember {
 /// at the first cut; those that no longer are stay members until they are taken out.
 ///
 /// # Errors
-/// As for [`attach`]; `Refused` by a source that is in another group.
+/// As [`attach`]; `Refused` by a source that is in another group.
 pub fn attach_told_group(
     state: &dyn Site,
     name: &str,

@@ -12,7 +12,7 @@ use extents::Bitmap;
 use lineage::Lives;
 use replica::{Demotion, GaveUp, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
-use source::{About, Handle, History, Membership, SourceError, SourceOptions};
+use source::{Handle, History, SourceError, SourceMembership, SourceMetadata, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -183,8 +183,8 @@ pub(crate) fn demote_if(
         None => state.doubt(&place, &about).is_ok_and(|doubt| doubt.is_none()),
     };
     let unwritten = || demotion.since.is_none() || undoubted();
-    let mut replica =
-        state.open(&about.path, &replica::Options { adopt: true, format: Some(about.format), ..opening })?;
+    let mut replica = state
+        .open(&about.path, &replica::ReplicaOptions { adopt: true, format: Some(about.format), ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
     list(&replica, state.known().as_ref());
     leave_knowledge(state, &place, &replica);
@@ -198,7 +198,7 @@ pub(crate) fn demote_if(
 /// some were promoted is demoted one by one.
 fn refuse_member(state: &dyn Site, place: &Path, path: &Path) -> Result<(), SyncError> {
     let folder = state.folder(place).map_err(SyncError::io(format!("open {}", place.display())))?;
-    let Some(group) = Membership::read(&*folder)? else { return Ok(()) };
+    let Some(group) = SourceMembership::read(&*folder)? else { return Ok(()) };
     let members = state.group_members(&group.name)?;
     if members.len() < 2 || source::check_promotion(&group.name, &members).is_err() {
         return Ok(());
@@ -244,9 +244,9 @@ fn whereabouts(state: &dyn Site, source: Option<Uuid>) -> String {
 fn again(
     state: &dyn Site,
     path: &Path,
-    known: Option<(PathBuf, About)>,
+    known: Option<(PathBuf, SourceMetadata)>,
     lineage: &Lineage,
-    opening: &replica::Options,
+    opening: &replica::ReplicaOptions,
 ) -> Result<DemoteSummary, SyncError> {
     let (Some(source), Some(demoted)) = (lineage.source, &lineage.role.demoted) else {
         return Err(SyncError::Refused(format!(

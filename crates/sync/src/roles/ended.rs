@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use delta::Epoch;
 use device::{Folder, FolderLock};
 use replica::{Intent, Member, Promoted};
-use source::About;
+use source::SourceMetadata;
 
 use crate::error::SyncError;
 use crate::site::Site;
@@ -110,7 +110,7 @@ pub(crate) fn promotion_of(state: &dyn Site, path: &Path) -> Result<Option<Promo
 
 /// True if this source has ended so. Another term of it has not, and neither has one of the same number that another promotion began:
 /// a source of an earlier term may have made a replica of it in between.
-fn has_ended(member: &Member, about: &About, state: &dyn Site) -> Result<bool, SyncError> {
+fn has_ended(member: &Member, about: &SourceMetadata, state: &dyn Site) -> Result<bool, SyncError> {
     if (member.source, member.ended) != (about.uuid, Some(about.term)) {
         return Ok(false);
     }
@@ -128,7 +128,7 @@ impl Drop for Ending {
 }
 
 /// The group whose demotion has ended this source, where it is not demoted yet.
-pub(crate) fn ended_with(state: &dyn Site, about: &About) -> Result<Option<String>, SyncError> {
+pub(crate) fn ended_with(state: &dyn Site, about: &SourceMetadata) -> Result<Option<String>, SyncError> {
     for intent in state.endings()? {
         for member in intent.members.values() {
             if has_ended(member, about, state)? {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use delta::Epoch;
 use device::WriteWatch;
-use replica::{Intent, Member, Membership};
+use replica::{Intent, Member, ReplicaMembership};
 use source::{GroupHandle, Handle, SourceOptions};
 use uuid::Uuid;
 
@@ -30,7 +30,7 @@ pub type Afterwards<'a> = &'a mut dyn FnMut(&[DemoteSummary]) -> Result<(), Sync
 /// Makes the sources of a group replicas, which hold all that was written to them. With `last_sync`, of those that this brings up to date.
 ///
 /// # Errors
-/// As for [`crate::demote()`] of each. On an error all of them remain the sources that they were, unless it says otherwise.
+/// As [`crate::demote()`] of each. On an error all of them remain the sources that they were, unless it says otherwise.
 pub fn demote_group(
     state: &dyn Site,
     name: &str,
@@ -96,7 +96,7 @@ pub fn demote_group(
 /// Refuses to say again that others can take over from disks whose own promotion was begun since.
 fn refuse_promoting(state: &dyn Site, name: &str, ended: &[Ended]) -> Result<(), SyncError> {
     for disk in ended {
-        let folder = disk.path.parent().map(|dir| Membership::folder_in(dir, name));
+        let folder = disk.path.parent().map(|dir| ReplicaMembership::folder_in(dir, name));
         // A group is not made by asking for it.
         let Some(Ok(_)) = folder.map(|folder| state.find_group(&folder)) else { continue };
         let (dir, group) = state.group(&disk.path, name)?;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use replica::Replica;
 use serde::Serialize;
-use source::Membership;
+use source::SourceMembership;
 
 use crate::error::SyncError;
 use crate::roles::promote::{PromoteOptions, Promotion, already, may_succeed, succession, told};
@@ -31,7 +31,7 @@ pub struct GroupPromotion {
 /// Makes the replicas of the group in a folder the sources, which are a group of the same name from then on.
 ///
 /// # Errors
-/// As for [`crate::promote()`] of each; refused if one is missing, or they are not at one common epoch. On an error they remain replicas.
+/// As [`crate::promote()`] of each; refused if one is missing, or they are not at one common epoch. On an error they remain replicas.
 pub fn promote_group(
     state: &dyn Site,
     dir: &Path,
@@ -93,7 +93,7 @@ pub fn promote_group(
         made |= state.succeed(replica.path(), &succession(state, replica, outlook, *mark, completes)?)?;
         let (name, cut) = (name.clone(), cut.zip(Some(outlook.epoch)));
         let file = Some(member.file.clone()).filter(|_| replica.path().parent() != Some(&dir));
-        made |= state.join_group(replica.path(), Membership { name, cut, promotion, file })?;
+        made |= state.join_group(replica.path(), SourceMembership { name, cut, promotion, file })?;
         let _ = state.known().map(|known| known.remove(replica.path()));
     }
     group.end_promotion()?;

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 
 use device::Storage;
 use link::Link;
-use replica::{Commit, Released};
+use replica::{CommitMode, Released};
 
 use crate::error::SyncError;
 use crate::options::Way;
 use crate::plan::facts::bookmark;
 use crate::roles::demote::DemoteSummary;
 use crate::site::Site;
-use crate::wire::messages::{COMMITTED, Committed, Open, Origin, PLAN, Plan, Primary, expect, open, part};
+use crate::wire::messages::{COMMITTED, CommitReply, Open, Origin, PLAN, Plan, Primary, expect, open, part};
 
 /// A demoted source that has a last word.
 pub struct LastWord<'a> {
@@ -52,7 +52,7 @@ impl LastWord<'_> {
         let request = Open {
             source: Storage::of(path),
             origin: Some(origin),
-            ..Open::new(destination, journal_dir, Commit::default())
+            ..Open::new(destination, journal_dir, CommitMode::default())
         };
         let (sender, receiver) = link.split();
         let told = (|| {
@@ -85,7 +85,7 @@ impl LastWord<'_> {
             // First: after a crash the word may have been heard.
             self.promise(&bookmark(name, &status, &Way::default()))?;
             sender.send_json(PLAN, &Plan { release: Some(released), ..Plan::default() })?;
-            let _: Committed = expect(&receiver, COMMITTED)?.json()?;
+            let _: CommitReply = expect(&receiver, COMMITTED)?.json()?;
             Ok(None)
         })();
         part(sender, &receiver, told)

@@ -11,7 +11,7 @@ pub(crate) mod promote;
 use std::path::{Path, PathBuf};
 
 use replica::Lineage;
-use source::{About, StateDir};
+use source::{SourceMetadata, StateDir};
 
 use crate::conflict::Conflict;
 use crate::error::SyncError;
@@ -90,7 +90,8 @@ pub(crate) fn refuse_made_elsewhere(
 /// says of the disk's role is over.
 pub(crate) fn refuse_older_folder(path: &Path, lineage: &Lineage, state: &dyn Site) -> Result<(), SyncError> {
     let known = state.source(&path.to_string_lossy())?;
-    let is_later = |about: &About| Some(about.uuid) == lineage.source && about.term > lineage.role.term;
+    let is_later =
+        |about: &SourceMetadata| Some(about.uuid) == lineage.source && about.term > lineage.role.term;
     let Some((_, about)) = known.filter(|(_, about)| is_later(about)) else { return Ok(()) };
     Err(SyncError::Refused(format!(
         "{0} is the source in term {1}, and its folder of state is of before that, of term {2}, as after a restore of it: \"dsync forget --replica {0}\" \

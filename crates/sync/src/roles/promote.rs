@@ -90,13 +90,6 @@ pub struct Promotion {
     pub recovered: Option<String>,
 }
 
-impl Promotion {
-    /// The number of the last epoch that its old source has in common with it.
-    pub fn common(&self) -> u64 {
-        self.gave_up.map_or(self.epoch, |gave| gave.began.number)
-    }
-}
-
 /// Makes the replica at `path` the source.
 ///
 /// # Errors
@@ -115,7 +108,7 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     }
     lineage.as_ref().map_or(Ok(()), |lineage| refuse_older_folder(path, lineage, state))?;
     let marked = lineage.as_ref().and_then(|lineage| lineage.role.promoted);
-    let opened = replica::to_promote_by(path, lineage, &opening, &|options| state.open(path, options));
+    let opened = replica::to_promote(path, lineage, &opening, &|options| state.open(path, options));
     let mut replica = opened.map_err(|error| match (&error, marked) {
         // It is served, most likely.
         (ReplicaError::Busy { .. }, Some(mark)) if is_source(state, path, mark.term) => {

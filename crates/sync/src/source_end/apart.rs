@@ -17,10 +17,10 @@ use crate::conflict::{Conflict, Diverged, Divergence};
 use crate::error::SyncError;
 use crate::options::{GiveUp, SyncOptions};
 use crate::plan::facts::facts;
-use crate::plan::{Facts, Knowledge, choose, refuse_diverged};
-use crate::report::{GivenUp, Totals};
+use crate::plan::{Knowledge, SourceFacts, choose, refuse_diverged};
+use crate::report::{GivenUpWrites, RunningTotals};
 use crate::transfer::Transfer;
-use crate::wire::messages::{Apart, Open, Status, open, part};
+use crate::wire::messages::{Apart, Open, StatusReply, open, part};
 
 /// What a sync with consent does to its destination first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +37,11 @@ pub(crate) enum Loss {
 ///
 /// # Errors
 /// Refused if it is to be saved, and nothing tells what it is.
-pub(crate) fn loss(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<Loss, Conflict> {
+pub(crate) fn loss(
+    facts: &SourceFacts<'_>,
+    status: &StatusReply,
+    options: &SyncOptions,
+) -> Result<Loss, Conflict> {
     let Some(how) = &options.give_up else { return Ok(Loss::Nothing) };
     let saves = matches!(how, GiveUp::Save(_));
     let (loss, why) = match refuse_diverged(facts, status, options) {
@@ -63,7 +67,7 @@ const NO_RECORD: &str = "some of what was written to it is in no record";
 const GIVEN_UP: &str = "it was given up before, and a sync has begun to overwrite it";
 
 /// What was given up by an earlier command, without saving it, is saved as long as it is there.
-fn given_up_before(status: &Status) -> (Loss, &'static str) {
+fn given_up_before(status: &StatusReply) -> (Loss, &'static str) {
     let Role { demoted, .. } = &status.replica.role;
     let unsaved = demoted.as_ref().is_some_and(|demoted| demoted.saved.is_none());
     match status.replica.epoch.filter(|_| unsaved && !status.replica.unsure.is_empty()) {
@@ -93,7 +97,7 @@ impl Diverged {
 }
 
 /// What there is to say where nothing had to be given up, although its user consented.
-pub(crate) fn said_of_nothing(status: &Status, how: &GiveUp) -> String {
+pub(crate) fn said_of_nothing(status: &StatusReply, how: &GiveUp) -> String {
     let saved = status.replica.role.demoted.as_ref().and_then(|demoted| demoted.saved.as_ref());
     match (saved, how) {
         (Some(file), _) => format!("what was given up there is saved in {}", file.display()),
@@ -106,10 +110,10 @@ pub(crate) fn said_of_nothing(status: &Status, how: &GiveUp) -> String {
 
 impl Transfer<'_> {
     /// Has the destination give up what was written to it since then. What it is afterwards, and what it gave up.
-    pub(crate) fn give_up(&self, apart: Apart) -> Result<(Status, GivenUp), SyncError> {
+    pub(crate) fn give_up(&self, apart: Apart) -> Result<(StatusReply, GivenUpWrites), SyncError> {
         let status = self.ask_to_give_up(apart)?;
         let epoch = status.replica.epoch;
-        let given_up = GivenUp {
+        let given_up = GivenUpWrites {
             since: epoch.map(|epoch| epoch.number),
             bytes: epoch.map(|_| status.replica.unsure.bytes()),
             saved: status.replica.role.demoted.as_ref().and_then(|demoted| demoted.saved.clone()),
@@ -121,10 +125,10 @@ impl Transfer<'_> {
 /// What a consent has come to.
 pub(crate) struct Consented {
     /// What the destination is now; of a dry run, what it would be.
-    pub status: Status,
+    pub status: StatusReply,
     /// How it is to be brought up to date.
     pub options: SyncOptions,
-    pub given_up: Option<GivenUp>,
+    pub given_up: Option<GivenUpWrites>,
     /// What there is to say where nothing had to be given up.
     pub said: Option<String>,
 }
@@ -136,7 +140,7 @@ pub(crate) struct Consented {
 pub(crate) fn consent(
     handle: &Handle,
     transfer: &Transfer<'_>,
-    status: Status,
+    status: StatusReply,
     how: &GiveUp,
 ) -> Result<Consented, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
@@ -150,7 +154,7 @@ pub(crate) fn consent(
         Loss::Compared => {
             (later.adopt, later.overwrite) = (true, true);
             let since = known.common.map(|epoch| epoch.number);
-            (status, Some(GivenUp { since, bytes: None, saved: None }), None)
+            (status, Some(GivenUpWrites { since, bytes: None, saved: None }), None)
         }
         Loss::Since(apart) => {
             let expected = as_if_given_up(handle, status, apart)?;
@@ -158,7 +162,7 @@ pub(crate) fn consent(
             match options.dry_run {
                 true => {
                     let bytes = known.two.there.bytes.filter(|_| apart.since.is_some());
-                    (expected, Some(GivenUp { since: apart.since, bytes, saved: None }), None)
+                    (expected, Some(GivenUpWrites { since: apart.since, bytes, saved: None }), None)
                 }
                 false => {
                     let (status, given_up) = transfer.give_up(apart)?;
@@ -171,7 +175,7 @@ pub(crate) fn consent(
 }
 
 /// What a destination will be once it has given up what was written to it.
-fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Status, SyncError> {
+fn as_if_given_up(handle: &Handle, status: StatusReply, apart: Apart) -> Result<StatusReply, SyncError> {
     let source = handle.about().uuid;
     let size = handle.reader()?.len();
     let history = handle.history()?;
@@ -188,26 +192,26 @@ fn as_if_given_up(handle: &Handle, status: Status, apart: Apart) -> Result<Statu
             ..replica::Status::nothing()
         },
     };
-    Ok(Status { replica, primary: None, holds_data: true, ..status })
+    Ok(StatusReply { replica, primary: None, holds_data: true, ..status })
 }
 
 /// Makes one destination of a group give up what only it has, before the group is synced to it. Returns what that gave up, and whether all of
 /// it has to be compared, because it is in no record.
 ///
 /// # Errors
-/// As for [`push`](crate::push()) with [`SyncOptions::give_up`].
+/// As [`push`](crate::push()) with [`SyncOptions::give_up`].
 pub fn give_up_member(
     handle: &Handle,
     link: Link,
     (destination, name): (&Path, &str),
     options: &SyncOptions,
-) -> Result<(Option<GivenUp>, bool), SyncError> {
+) -> Result<(Option<GivenUpWrites>, bool), SyncError> {
     let (sender, receiver) = link.split();
     let done = (|| {
         let Some(how) = &options.give_up else { return Ok((None, false)) };
         let asked = Open::for_sync(destination, options).beside(handle)?;
         let status = open(&sender, &receiver, &asked, None)?;
-        let totals = Totals::new(&|_, _| {});
+        let totals = RunningTotals::new(&|_, _| {});
         let (sender, receiver, member) = (&sender, &receiver, (0, false));
         let transfer =
             Transfer { sender, receiver, name, options, totals, in_place: false, member, resends: false };

@@ -21,15 +21,15 @@ use crate::error::SyncError;
 use crate::options::SyncOptions;
 use crate::plan::facts::{acknowledge, bookmark, facts, moment, note_older};
 use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
-use crate::report::{Progress, Summary, Totals};
+use crate::report::{Progress, RunningTotals, Summary};
 use crate::source_end::account::Account;
 use crate::source_end::live::Approach;
 use crate::source_end::push::{bring, estimate};
 use crate::transfer::pack::reading;
-use crate::transfer::{Prepared, Transfer, heard};
+use crate::transfer::{PreparedSync, Transfer, heard};
 use crate::wire::messages::{
-    COMMIT_GROUP, Committed, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, Status, expect, nonsense, part,
-    text,
+    COMMIT_GROUP, CommitReply, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, StatusReply, expect, nonsense,
+    part, text,
 };
 
 /// What a sync of a group did, besides the summaries of its members.
@@ -98,7 +98,7 @@ pub(crate) struct GroupSession<'a> {
     names: Vec<String>,
     paths: Vec<PathBuf>,
     /// The replicas' statuses for the round that comes next; empty if they have not been heard yet.
-    statuses: Vec<Status>,
+    statuses: Vec<StatusReply>,
 }
 
 /// A member, with what is to be sent to its replica.
@@ -107,7 +107,7 @@ struct Planned<'a> {
     transfer: Transfer<'a>,
     view: Arc<View>,
     plan: SyncPlan,
-    status: Status,
+    status: StatusReply,
     summary: Summary,
 }
 
@@ -173,7 +173,7 @@ impl<'a> GroupSession<'a> {
     fn bring_together(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
         self.statuses.clear();
         for _ in self.group.members() {
-            self.statuses.push(Status::hear(self.receiver)?);
+            self.statuses.push(StatusReply::hear(self.receiver)?);
         }
         let choices = self.choose_all()?;
         if !self.options.dry_run {
@@ -257,7 +257,7 @@ impl<'a> GroupSession<'a> {
         SyncError::Far { message, class }
     }
 
-    fn each(&self) -> impl Iterator<Item = (&'a Handle, &Status, &str)> {
+    fn each(&self) -> impl Iterator<Item = (&'a Handle, &StatusReply, &str)> {
         let named = self.names.iter().map(String::as_str);
         self.group
             .members()
@@ -316,7 +316,7 @@ impl<'a> GroupSession<'a> {
             receiver: self.receiver,
             name: &self.names[at],
             options: if prepare { &self.options } else { &self.alone },
-            totals: Totals::new(self.progress),
+            totals: RunningTotals::new(self.progress),
             in_place: self.statuses[at].in_place,
             member: (at, prepare),
             resends: false,
@@ -339,7 +339,7 @@ impl<'a> GroupSession<'a> {
             summary.bytes_received = traffic.received() - before.1;
             summary.seconds = began.elapsed().as_secs_f64();
             seeded.push((at, summary));
-            self.statuses[at] = Status::hear(self.receiver)?;
+            self.statuses[at] = StatusReply::hear(self.receiver)?;
         }
         Ok(seeded)
     }
@@ -372,7 +372,7 @@ impl<'a> GroupSession<'a> {
         let (cut, cuts) = around(&self.options.hook, || Ok(self.group.cut_live(&lacking, limits)?))?;
         let mut planned = Vec::new();
         for ((handle, transfer, mut summary, approach), cut) in members.into_iter().zip(&cuts) {
-            let Prepared { view, plan, status, first, freeze_ms } =
+            let PreparedSync { view, plan, status, first, freeze_ms } =
                 approach.arrive(handle, cut, &self.options)?;
             summary.freeze_ms = freeze_ms;
             summary.disk_size = plan.header.size_after;
@@ -431,7 +431,7 @@ impl<'a> GroupSession<'a> {
         }
         self.sender.send_json(COMMIT_GROUP, &cut)?;
         let answer = heard(self.receiver, expect(self.receiver, GROUP_COMMITTED))?;
-        let committed: Vec<Option<Committed>> = answer.json()?;
+        let committed: Vec<Option<CommitReply>> = answer.json()?;
         if committed.len() != members.len() {
             return Err(nonsense("the members of a group"));
         }

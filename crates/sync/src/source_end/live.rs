@@ -16,9 +16,9 @@ use crate::cut_hook::around;
 use crate::error::SyncError;
 use crate::options::SyncOptions;
 use crate::plan::facts::{facts, moment};
-use crate::plan::{Choice, Facts, choose};
-use crate::transfer::{Prepared, Transfer};
-use crate::wire::messages::Status;
+use crate::plan::{Choice, SourceFacts, choose};
+use crate::transfer::{PreparedSync, Transfer};
+use crate::wire::messages::StatusReply;
 
 /// What may be read under a freeze without another pass: some ten milliseconds of a fast disk.
 const FEW_BYTES: u64 = 16 << 20;
@@ -26,7 +26,7 @@ const FEW_BLOCKS: u64 = 2048;
 
 /// How far passes have brought a replica.
 pub(crate) struct Approach {
-    status: Status,
+    status: StatusReply,
     choice: Choice,
     /// How the first pass found its changes.
     first: Option<(Method, String)>,
@@ -37,9 +37,9 @@ pub(crate) fn catch_up(
     handle: &Handle,
     live: &Live,
     transfer: &Transfer<'_>,
-    status: Status,
+    status: StatusReply,
     choice: Choice,
-) -> Result<Prepared, SyncError> {
+) -> Result<PreparedSync, SyncError> {
     let options = transfer.options;
     let mut approach = Approach::new(status, choice);
     let lacking = approach.come_close(handle, live, transfer)?;
@@ -49,7 +49,7 @@ pub(crate) fn catch_up(
 
 impl Approach {
     /// From where a replica is.
-    pub(crate) fn new(status: Status, choice: Choice) -> Approach {
+    pub(crate) fn new(status: StatusReply, choice: Choice) -> Approach {
         Approach { status, choice, first: None }
     }
 
@@ -97,7 +97,7 @@ impl Approach {
             self.status.replica.positions = within(parts, size);
             // Whether the replica may be overwritten was decided before the first pass.
             let branch = Branch::Behind;
-            let facts = Facts { branch, ..facts(handle, &self.status, transfer.name, &later)? };
+            let facts = SourceFacts { branch, ..facts(handle, &self.status, transfer.name, &later)? };
             self.choice = choose(&facts, &self.status, &later)?;
             pass += 1;
         };
@@ -110,7 +110,7 @@ impl Approach {
         handle: &Handle,
         cut: &Cut,
         options: &SyncOptions,
-    ) -> Result<Prepared, SyncError> {
+    ) -> Result<PreparedSync, SyncError> {
         let Approach { status, choice, first, .. } = self;
         let view = Arc::new(cut.view.clone());
         let moment = moment(handle, &view, &choice, &status, options)?;
@@ -123,7 +123,7 @@ impl Approach {
         }
         plan.header.fuzzy = cut.fuzzy;
         let freeze_ms = cut.freeze.map(|lasted| lasted.as_millis() as u64);
-        Ok(Prepared { view, plan, status, first, freeze_ms })
+        Ok(PreparedSync { view, plan, status, first, freeze_ms })
     }
 }
 

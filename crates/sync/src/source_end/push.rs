@@ -13,12 +13,12 @@ use crate::error::SyncError;
 use crate::options::{GiveUp, SyncOptions};
 use crate::plan::facts::{acknowledge, bookmark, facts, moment, note_older, present};
 use crate::plan::{Choice, choose, cut_off, refuse_larger};
-use crate::report::{Progress, Summary, Totals};
+use crate::report::{Progress, RunningTotals, Summary};
 use crate::source_end::account::Account;
 use crate::source_end::apart::{Consented, consent};
 use crate::source_end::live::catch_up;
-use crate::transfer::{Answer, Prepared, Transfer, heard};
-use crate::wire::messages::{Open, Status, open, part, text};
+use crate::transfer::{DeltaAnswer, PreparedSync, Transfer, heard};
+use crate::wire::messages::{Open, StatusReply, open, part, text};
 
 /// Brings the replica at the other end of `link` up to date. `name` is how the user named the destination.
 pub fn push(
@@ -55,7 +55,7 @@ pub(crate) fn push_over(
         let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
         handle.be_polite(options.polite);
         let in_place = status.in_place;
-        let totals = Totals::new(&progress);
+        let totals = RunningTotals::new(&progress);
         let transfer =
             Transfer { sender, receiver, name, options, totals, in_place, member: (0, false), resends: true };
         let mut summary = bring(handle, transfer, status, || account.opened())?;
@@ -74,7 +74,7 @@ pub(crate) fn push_over(
 pub(crate) fn bring(
     handle: &Handle,
     transfer: Transfer<'_>,
-    status: Status,
+    status: StatusReply,
     begun: impl FnOnce(),
 ) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
@@ -103,7 +103,7 @@ pub(crate) fn bring(
         None => at_view(handle, choice, status, options)?,
         Some(live) => heard(transfer.receiver, catch_up(handle, live, &transfer, status, choice))?,
     };
-    let Prepared { view, plan, status, first, freeze_ms } = prepared;
+    let PreparedSync { view, plan, status, first, freeze_ms } = prepared;
     summary.freeze_ms = freeze_ms;
     summary.disk_size = plan.header.size_after;
     summary.bytes_cut = cut_off(&status, summary.disk_size);
@@ -122,9 +122,9 @@ pub(crate) fn bring(
         return Ok(summary);
     }
     let committed = match transfer.commit(&view, &plan)? {
-        Answer::Committed(committed) => committed,
+        DeltaAnswer::Committed(committed) => committed,
         // From another view: this one has let go of what was sent.
-        Answer::Counted(status) => {
+        DeltaAnswer::Counted(status) => {
             drop(view);
             return bring(handle, Transfer { resends: false, ..transfer }, *status, (|| ()) as fn());
         }
@@ -148,7 +148,7 @@ pub(crate) fn bring(
 fn consented(
     handle: &Handle,
     transfer: Transfer<'_>,
-    status: Status,
+    status: StatusReply,
     how: &GiveUp,
     begun: impl FnOnce(),
 ) -> Result<Summary, SyncError> {
@@ -163,20 +163,20 @@ fn consented(
 fn at_view(
     handle: &Handle,
     choice: Choice,
-    status: Status,
+    status: StatusReply,
     options: &SyncOptions,
-) -> Result<Prepared, SyncError> {
+) -> Result<PreparedSync, SyncError> {
     let view = Arc::new(around(&options.hook, || Ok(handle.view(options.at_view)?))?);
     let moment = moment(handle, &view, &choice, &status, options)?;
     let plan = choice.at(moment, &status, options)?;
-    Ok(Prepared { view, plan, status, first: None, freeze_ms: None })
+    Ok(PreparedSync { view, plan, status, first: None, freeze_ms: None })
 }
 
 /// What a sync would move, without taking a checkpoint.
 pub(crate) fn estimate(
     handle: &Handle,
     choice: Choice,
-    status: &Status,
+    status: &StatusReply,
     options: &SyncOptions,
     summary: &mut Summary,
 ) -> Result<(), SyncError> {

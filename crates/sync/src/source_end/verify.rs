@@ -35,22 +35,22 @@ use device::Disk;
 use extents::Bitmap;
 use lineage::Lives;
 use link::{Link, Pace, Receiver, Sender};
-use replica::{Acceptable, Commit, State};
+use replica::{Acceptable, CommitMode, State};
 use serde::{Deserialize, Serialize};
-use source::{Handle, LastVerify, Position, Reached, SourceError, View};
+use source::{Handle, KnownPosition, LastVerify, Reached, SourceError, View};
 
 use crate::error::SyncError;
-use crate::extents::Extents;
+use crate::extents::ListedExtents;
 use crate::options::{SyncOptions, Way};
 use crate::plan::facts::{bookmark, facts, is_older, note_older};
 use crate::plan::read::FrameSize;
 use crate::plan::{refuse_diverged, refuse_emptied, refuse_foreign, refuse_other_content, refuse_vanished};
-use crate::report::{Progress, Totals};
+use crate::report::{Progress, RunningTotals};
 use crate::source_end::account::Account;
 use crate::transfer::committed;
 use crate::transfer::compared::Comparison;
 use crate::transfer::pack::{DeltaSender, Packing};
-use crate::wire::messages::{Found, Open, PLAN, Plan, Status, VERDICT, open, part, text};
+use crate::wire::messages::{Open, PLAN, Plan, StatusReply, VERDICT, VerifyFinding, open, part, text};
 
 /// Options of a verification.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -60,7 +60,7 @@ pub struct VerifyOptions {
     /// disk is compared.
     pub repair: bool,
     /// How a repair is committed.
-    pub commit: Commit,
+    pub commit: CommitMode,
     /// Compare only these bytes; all, if empty.
     pub ranges: Vec<Range<u64>>,
     /// The hash of blocks.
@@ -110,11 +110,11 @@ pub struct Verified {
     /// Bytes of these that have changed at the source since the replica's epoch, and are not compared.
     pub bytes_changed_since: u64,
     /// Where the replica differs.
-    pub differing: Extents,
+    pub differing: ListedExtents,
     /// What could not be read at the source.
-    pub unreadable: Extents,
+    pub unreadable: ListedExtents,
     /// What could not be read at the replica. It counts as differing too.
-    pub unreadable_there: Extents,
+    pub unreadable_there: ListedExtents,
     /// What differed was sent and committed.
     pub repaired: bool,
     /// Blocks that changed since the replica's epoch were not compared.
@@ -179,14 +179,14 @@ pub(crate) fn verify_over(
         account.opened();
         refuse_sources(handle, name, &status, options)?;
         missing(handle, name, &status, options)?;
-        let totals = Totals::new(&progress);
+        let totals = RunningTotals::new(&progress);
         let looking = VerifyOptions { repair: false, ..options.clone() };
         let accepted = match Proof::of_acceptable(handle, &status, options, &looking)? {
             None => None,
             Some(proof) => {
                 let accepted = proof.accept(sender, receiver, name, &totals)?;
                 if accepted.is_none() {
-                    status = Status::hear(receiver)?;
+                    status = StatusReply::hear(receiver)?;
                 }
                 accepted
             }
@@ -224,7 +224,7 @@ pub(crate) fn verify_over(
 struct Proof<'a> {
     handle: &'a Handle,
     options: &'a VerifyOptions,
-    status: Status,
+    status: StatusReply,
     /// The replica's epoch.
     epoch: Epoch,
     /// Why it is not known what changed since.
@@ -240,7 +240,11 @@ struct Proof<'a> {
 }
 
 impl<'a> Proof<'a> {
-    fn begin(handle: &'a Handle, status: Status, options: &'a VerifyOptions) -> Result<Proof<'a>, SyncError> {
+    fn begin(
+        handle: &'a Handle,
+        status: StatusReply,
+        options: &'a VerifyOptions,
+    ) -> Result<Proof<'a>, SyncError> {
         let position = [stands(handle, &status, options)?];
         let lost = match status.replica.under_way() {
             true => Some(INTERRUPTED.to_owned()),
@@ -289,7 +293,7 @@ impl<'a> Proof<'a> {
     /// could be accepted.
     fn of_acceptable(
         handle: &'a Handle,
-        status: &Status,
+        status: &StatusReply,
         options: &VerifyOptions,
         looking: &'a VerifyOptions,
     ) -> Result<Option<Proof<'a>>, SyncError> {
@@ -307,7 +311,7 @@ impl<'a> Proof<'a> {
         sender: &Sender,
         receiver: &Receiver,
         name: &str,
-        totals: &Totals<'_>,
+        totals: &RunningTotals<'_>,
     ) -> Result<Option<Verified>, SyncError> {
         let mut verified = self.verified(name);
         self.compare(sender, receiver, &mut verified, totals, true)?;
@@ -315,7 +319,7 @@ impl<'a> Proof<'a> {
         if verified.differing.extents + unread > 0 {
             return Ok(None);
         }
-        Status::hear(receiver)?;
+        StatusReply::hear(receiver)?;
         committed(
             receiver,
             self.epoch,
@@ -332,7 +336,7 @@ impl<'a> Proof<'a> {
         sender: &Sender,
         receiver: &Receiver,
         name: &str,
-        totals: &Totals<'_>,
+        totals: &RunningTotals<'_>,
     ) -> Result<Verified, SyncError> {
         let mut verified = self.verified(name);
         self.run(sender, receiver, &mut verified, totals)?;
@@ -350,10 +354,10 @@ impl<'a> Proof<'a> {
 
     /// What the replica is to be told: how much of it is damaged. `None` if that is not known, because differences may be changes, or because
     /// only a part was looked at.
-    fn found(&self, verified: &Verified) -> Option<Found> {
+    fn found(&self, verified: &Verified) -> Option<VerifyFinding> {
         let left = if verified.repaired { 0 } else { verified.differing.bytes };
         let says = self.lost.is_none() && (left > 0 || self.options.ranges.is_empty());
-        says.then(|| Found { bytes_differing: left, but_changed: self.passes_over(verified) })
+        says.then(|| VerifyFinding { bytes_differing: left, but_changed: self.passes_over(verified) })
     }
 
     /// True if blocks that changed since the replica's epoch were not compared: the next sync sends them.
@@ -396,9 +400,9 @@ impl<'a> Proof<'a> {
             block_size: about.block_size,
             bytes_compared: self.scope.bytes(),
             bytes_changed_since: self.scope.ranges.iter().map(|r| marked(&self.since, r, self.block())).sum(),
-            differing: Extents::default(),
-            unreadable: Extents::default(),
-            unreadable_there: Extents::default(),
+            differing: ListedExtents::default(),
+            unreadable: ListedExtents::default(),
+            unreadable_there: ListedExtents::default(),
             repaired: false,
             passed_over: false,
             epoch_after: self.epoch.number,
@@ -418,7 +422,7 @@ impl<'a> Proof<'a> {
         sender: &Sender,
         receiver: &Receiver,
         verified: &mut Verified,
-        totals: &Totals<'_>,
+        totals: &RunningTotals<'_>,
     ) -> Result<(), SyncError> {
         if !self.options.repair {
             return self.compare(sender, receiver, verified, totals, false);
@@ -440,7 +444,7 @@ impl<'a> Proof<'a> {
         Ok(())
     }
 
-    fn comparison<'c>(&'c self, receiver: &'c Receiver, totals: &'c Totals<'c>) -> Comparison<'c> {
+    fn comparison<'c>(&'c self, receiver: &'c Receiver, totals: &'c RunningTotals<'c>) -> Comparison<'c> {
         let (disk, view) = (self.view.clone(), Some(&*self.view));
         Comparison { receiver, disk, view, scope: &self.scope, fill: false, totals }
     }
@@ -451,7 +455,7 @@ impl<'a> Proof<'a> {
         sender: &Sender,
         receiver: &Receiver,
         verified: &mut Verified,
-        totals: &Totals<'_>,
+        totals: &RunningTotals<'_>,
         looks_first: bool,
     ) -> Result<(), SyncError> {
         sender
@@ -508,14 +512,19 @@ impl<'a> Proof<'a> {
 }
 
 /// True if a replica was one moment of its source when it was left: what differs from that is damage.
-fn is_one_moment(status: &Status) -> bool {
+fn is_one_moment(status: &StatusReply) -> bool {
     let replica = &status.replica;
     let whole = status.wrong_size.is_none() && replica.state != State::Fuzzy;
     whole && replica.changed.is_none() && replica.unsure.is_empty()
 }
 
 /// Refuses to verify a replica that is missing.
-fn missing(handle: &Handle, name: &str, status: &Status, options: &VerifyOptions) -> Result<(), SyncError> {
+fn missing(
+    handle: &Handle,
+    name: &str,
+    status: &StatusReply,
+    options: &VerifyOptions,
+) -> Result<(), SyncError> {
     let bookmarks = handle.bookmarks()?;
     let bookmark = bookmark(name, status, &options.way);
     Ok(refuse_vanished(
@@ -529,7 +538,7 @@ fn missing(handle: &Handle, name: &str, status: &Status, options: &VerifyOptions
 fn refuse_sources(
     handle: &Handle,
     name: &str,
-    status: &Status,
+    status: &StatusReply,
     options: &VerifyOptions,
 ) -> Result<(), SyncError> {
     let sync = SyncOptions { way: options.way.clone(), ..SyncOptions::default() };
@@ -547,7 +556,7 @@ fn refuse_sources(
 /// Refuses what cannot be verified, or not repaired.
 fn refuse(
     handle: &Handle,
-    status: &Status,
+    status: &StatusReply,
     options: &VerifyOptions,
     lost: Option<&str>,
 ) -> Result<(), SyncError> {
@@ -584,7 +593,11 @@ impl Verified {
 const INTERRUPTED: &str = "a transfer to it was interrupted";
 
 /// The replica's epoch, if it is whole, or if the rest is repaired.
-fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<Position, SyncError> {
+fn stands(
+    handle: &Handle,
+    status: &StatusReply,
+    options: &VerifyOptions,
+) -> Result<KnownPosition, SyncError> {
     let (path, about) = (status.path.display(), handle.about());
     if let Some(other) = status.replica.source.filter(|source| *source != about.uuid) {
         return Err(SyncError::Refused(format!(
@@ -596,7 +609,7 @@ fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<P
     let repairs = options.repair && options.ranges.is_empty() && status.replica.changed.is_some();
     match (status.replica.epoch, &status.replica.changed) {
         (Some(epoch), _) if !status.replica.under_way() || repairs => {
-            Ok(Position { epoch, upto: status.replica.size })
+            Ok(KnownPosition { epoch, upto: status.replica.size })
         }
         (None, None) if status.replica.source.is_none() => {
             Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))
@@ -613,7 +626,11 @@ fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<P
 }
 
 /// Why it is not known what changed since the replica's epoch; `None` if it is.
-fn known(handle: &Handle, position: &[Position], status: &Status) -> Result<Option<String>, SyncError> {
+fn known(
+    handle: &Handle,
+    position: &[KnownPosition],
+    status: &StatusReply,
+) -> Result<Option<String>, SyncError> {
     match handle.reaches(position) {
         Ok(()) => Ok(None),
         Err(SourceError::Lost { why, .. }) => Ok(Some(why.to_string())),

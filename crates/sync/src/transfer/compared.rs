@@ -13,7 +13,7 @@ use source::{Attended, There, View};
 
 use crate::error::SyncError;
 use crate::plan::dense::fill_dense;
-use crate::report::Totals;
+use crate::report::RunningTotals;
 use crate::transfer::pack::reading;
 use crate::wire::messages::{CLAIM, expect};
 
@@ -32,7 +32,7 @@ pub(crate) struct Comparison<'a> {
     pub scope: &'a Scope,
     /// Also pass on what is between differences where these are dense.
     pub fill: bool,
-    pub totals: &'a Totals<'a>,
+    pub totals: &'a RunningTotals<'a>,
 }
 
 impl Comparison<'_> {

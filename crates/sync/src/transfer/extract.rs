@@ -13,15 +13,15 @@ use std::time::Instant;
 use delta::{Epoch, Method, Unit, Writer};
 use device::Disk;
 use serde::Serialize;
-use source::{Bookmarks, Cut, CutOptions, Handle, Live, Position, Reached};
+use source::{Bookmarks, Cut, CutOptions, Handle, KnownPosition, Live, Reached};
 
 use crate::error::SyncError;
 use crate::options::SyncOptions;
 use crate::plan::facts::moment;
 use crate::plan::{Choice, positions};
-use crate::report::{Progress, Totals};
+use crate::report::{Progress, RunningTotals};
 use crate::transfer::pack::{Packing, Sink, pack};
-use crate::wire::messages::Status;
+use crate::wire::messages::StatusReply;
 
 /// The checkpoint of replicas that were only fed by extracts: where the first of them began.
 const BOOKMARK: &str = "extract";
@@ -73,9 +73,9 @@ pub fn extract(
     let status = match from {
         Some(epoch) => {
             let size = handle.size_at(&epoch)?.unwrap_or(u64::MAX);
-            Status::of(replica::Status::at(about.uuid, epoch, size))
+            StatusReply::of(replica::Status::at(about.uuid, epoch, size))
         }
-        None => Status::of(replica::Status::nothing()),
+        None => StatusReply::of(replica::Status::nothing()),
     };
     let choice = match (from, positions(&status)) {
         (Some(_), Some(positions)) => {
@@ -100,7 +100,7 @@ pub fn extract(
     if let Some(blocks) = plan.wanted.blocks() {
         view.narrow(&blocks);
     }
-    let totals = Totals::new(progress);
+    let totals = RunningTotals::new(progress);
     totals.expect(plan.wanted.count(&*view).map_err(SyncError::io("look for data in the source"))?.bytes);
     let mut writer = Writer::new(out);
     pack(ToWriter(&mut writer), &view, &plan, Packing::new(&options, about.block_size), &totals)?;
@@ -162,7 +162,7 @@ fn keeps(
 ) -> Result<Option<Epoch>, SyncError> {
     let bookmarks = handle.bookmarks()?;
     let kept = bookmarks.0.get(BOOKMARK).map(|bookmark| bookmark.epoch);
-    let reaches = |kept: &Epoch| handle.reaches(&[Position { epoch: *kept, upto: u64::MAX }]).is_ok();
+    let reaches = |kept: &Epoch| handle.reaches(&[KnownPosition { epoch: *kept, upto: u64::MAX }]).is_ok();
     Ok(match (from, kept) {
         // Named again, so that the history is tidied.
         (Some(_), Some(kept)) => Some(kept),

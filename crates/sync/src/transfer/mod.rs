@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use compare::rolling::{Index, SumParams, SumReport, changes};
+use compare::rolling::{BlockIndex, SumParams, SumReport, changes};
 use compare::{Finding, Scope};
 use delta::{Epoch, Method};
 use device::{Buf, Disk};
@@ -21,11 +21,12 @@ use uuid::Uuid;
 use crate::error::{Class, SyncError};
 use crate::options::{SyncOptions, Unreadable};
 use crate::plan::SyncPlan;
-use crate::report::Totals;
+use crate::report::RunningTotals;
 use crate::transfer::compared::{Comparison, while_linked};
 use crate::transfer::pack::{DeltaSender, Packing, pack, reading};
 use crate::wire::messages::{
-    Apart, COMMITTED, Committed, FAILED, PLAN, PREPARED, Plan, STATUS, SUMS, Status, expect, next, unexpected,
+    Apart, COMMITTED, CommitReply, FAILED, PLAN, PREPARED, Plan, STATUS, SUMS, StatusReply, expect, next,
+    unexpected,
 };
 
 /// A conversation with the replica's side, in which plans are carried out.
@@ -35,7 +36,7 @@ pub(crate) struct Transfer<'a> {
     /// The replica, as the user named it.
     pub name: &'a str,
     pub options: &'a SyncOptions,
-    pub totals: Totals<'a>,
+    pub totals: RunningTotals<'a>,
     /// The replica's blocks are copied where they are, so that the order of copies counts.
     pub in_place: bool,
     /// Which member of the group the replica is, and whether its delta waits for the commit of the group. 0 and false if it is in
@@ -46,18 +47,18 @@ pub(crate) struct Transfer<'a> {
 }
 
 /// The replica's side's answer to a delta.
-pub(crate) enum Answer {
-    Committed(Committed),
+pub(crate) enum DeltaAnswer {
+    Committed(CommitReply),
     /// There was no room before its size was known: it is to be sent again.
-    Counted(Box<Status>),
+    Counted(Box<StatusReply>),
 }
 
 impl Transfer<'_> {
     /// Tells the destination since when it goes its own way, and receives what it is once it has given that up.
-    pub(crate) fn ask_to_give_up(&self, apart: Apart) -> Result<Status, SyncError> {
+    pub(crate) fn ask_to_give_up(&self, apart: Apart) -> Result<StatusReply, SyncError> {
         let (give_up, member) = (Some(apart), self.member.0);
         self.sender.send_json(PLAN, &Plan { give_up, member, ..Plan::default() })?;
-        Status::hear(self.receiver)
+        StatusReply::hear(self.receiver)
     }
 
     /// Sends a delta, and waits until it is prepared for the commit of the group. Returns what that has cost so far.
@@ -76,19 +77,21 @@ impl Transfer<'_> {
     }
 
     /// Sends a pass over a live disk, and receives the replica's new status.
-    pub(crate) fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Status, SyncError> {
+    pub(crate) fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<StatusReply, SyncError> {
         self.send(view, plan)?;
-        Status::hear(self.receiver)
+        StatusReply::hear(self.receiver)
     }
 
     /// Sends a delta, and waits for its commit.
-    pub(crate) fn commit(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Answer, SyncError> {
+    pub(crate) fn commit(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<DeltaAnswer, SyncError> {
         let answer = self.send(view, plan).and_then(|()| next(self.receiver));
         match heard(self.receiver, answer)? {
             message if message.kind == STATUS && self.resends => {
-                Status::of_message(&message, self.receiver).map(Box::new).map(Answer::Counted)
+                StatusReply::of_message(&message, self.receiver).map(Box::new).map(DeltaAnswer::Counted)
             }
-            message if message.kind == COMMITTED => of_epoch(&message, view.epoch()).map(Answer::Committed),
+            message if message.kind == COMMITTED => {
+                of_epoch(&message, view.epoch()).map(DeltaAnswer::Committed)
+            }
             message => Err(unexpected(&message)),
         }
     }
@@ -203,8 +206,8 @@ impl Transfer<'_> {
     }
 
     /// Receives the sums of the replica's blocks.
-    fn hear_sums(&self, params: &SumParams, before: u64) -> Result<Index, SyncError> {
-        let mut index = Index::new(params.clone(), before).map_err(reading)?;
+    fn hear_sums(&self, params: &SumParams, before: u64) -> Result<BlockIndex, SyncError> {
+        let mut index = BlockIndex::new(params.clone(), before).map_err(reading)?;
         while !index.is_whole() {
             let message = expect(self.receiver, SUMS)?;
             let told = message.json::<SumReport>()?;
@@ -218,10 +221,10 @@ impl Transfer<'_> {
 }
 
 /// A plan, its view, and the replica's status.
-pub(crate) struct Prepared {
+pub(crate) struct PreparedSync {
     pub view: Arc<View>,
     pub plan: SyncPlan,
-    pub status: Status,
+    pub status: StatusReply,
     /// How the first pass over a live disk found its changes; `None` if there was none.
     pub first: Option<(Method, String)>,
     /// How long a file system was frozen, in milliseconds.
@@ -250,13 +253,13 @@ pub(crate) fn committed(
     receiver: &Receiver,
     epoch: Epoch,
     sent: Result<(), SyncError>,
-) -> Result<Committed, SyncError> {
+) -> Result<CommitReply, SyncError> {
     let committed = sent.and_then(|()| expect(receiver, COMMITTED));
     of_epoch(&heard(receiver, committed)?, epoch)
 }
 
-fn of_epoch(message: &Message, epoch: Epoch) -> Result<Committed, SyncError> {
-    let committed: Committed = message.json()?;
+fn of_epoch(message: &Message, epoch: Epoch) -> Result<CommitReply, SyncError> {
+    let committed: CommitReply = message.json()?;
     // Only the epoch that was sent may be recorded.
     if committed.epoch != epoch {
         return Err(SyncError::Far {

@@ -21,7 +21,7 @@ use crate::error::SyncError;
 use crate::options::{SyncOptions, Unreadable};
 use crate::plan::SyncPlan;
 use crate::plan::read::{FrameReader, FrameSize, Packer};
-use crate::report::Totals;
+use crate::report::RunningTotals;
 use crate::wire::messages::of_unit;
 
 /// Where the units of a delta go.
@@ -69,7 +69,7 @@ pub(crate) fn pack(
     view: &Arc<View>,
     plan: &SyncPlan,
     packing: Packing,
-    totals: &Totals<'_>,
+    totals: &RunningTotals<'_>,
 ) -> Result<(), SyncError> {
     let (mut encoder, unit) = Encoder::new(&plan.header, None)?;
     sink.unit(unit)?;
@@ -127,7 +127,7 @@ pub(crate) struct DeltaSender<'a> {
     sender: &'a Sender,
     encoder: Encoder,
     packer: Packer,
-    totals: &'a Totals<'a>,
+    totals: &'a RunningTotals<'a>,
     block_size: u64,
 }
 
@@ -137,7 +137,7 @@ impl<'a> DeltaSender<'a> {
         sender: &'a Sender,
         header: &Header,
         packing: Packing,
-        totals: &'a Totals<'a>,
+        totals: &'a RunningTotals<'a>,
     ) -> Result<DeltaSender<'a>, SyncError> {
         let (encoder, unit) = Encoder::new(header, packing.compress)?;
         let mut sink = sender;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use compare::{Finding, Held, Scope};
+use compare::{Finding, HeldBytes, Scope};
 use delta::Method;
 use source::Handle;
 
@@ -12,7 +12,7 @@ use crate::options::Unreadable;
 use crate::plan::Choice;
 use crate::transfer::Transfer;
 use crate::transfer::compared::Comparison;
-use crate::wire::messages::{PLAN, Plan, Status};
+use crate::wire::messages::{PLAN, Plan, StatusReply};
 
 /// Larger disks are looked at in pieces, so that they need not be read twice.
 const SAMPLED: u64 = 256 << 20;
@@ -29,7 +29,7 @@ impl Transfer<'_> {
         &self,
         handle: &Handle,
         choice: &Choice,
-        status: &Status,
+        status: &StatusReply,
     ) -> Result<(), SyncError> {
         let options = self.options;
         let compares = matches!(choice.method, Method::Compare | Method::Rolling);
@@ -38,7 +38,7 @@ impl Transfer<'_> {
         }
         let (len, block_size) = (handle.reader()?.len(), handle.about().block_size);
         let whole = Scope::whole(len, block_size);
-        let mut found = Held::default();
+        let mut found = HeldBytes::default();
         if len > SAMPLED {
             found = self.held(handle, Scope { ranges: sample(len, block_size), ..whole.clone() })?;
         }
@@ -46,7 +46,7 @@ impl Transfer<'_> {
         if found.bytes < ENOUGH {
             found = self.held(handle, whole)?;
         }
-        let Held { bytes: held, differing } = found;
+        let HeldBytes { bytes: held, differing } = found;
         if differing <= held / 2 {
             return Ok(());
         }
@@ -55,7 +55,7 @@ impl Transfer<'_> {
     }
 
     /// What the destination holds in these ranges.
-    fn held(&self, handle: &Handle, scope: Scope) -> Result<Held, SyncError> {
+    fn held(&self, handle: &Handle, scope: Scope) -> Result<HeldBytes, SyncError> {
         let options = self.options;
         let scope =
             Scope { hash: options.hash, keep_going: options.unreadable >= Unreadable::SendAnew, ..scope };
@@ -64,14 +64,14 @@ impl Transfer<'_> {
         let (disk, totals) = (handle.reader()?, &self.totals);
         let comparison =
             Comparison { receiver: self.receiver, disk, view: None, scope: &scope, fill: false, totals };
-        let mut all = Held::default();
+        let mut all = HeldBytes::default();
         comparison.run(|finding| {
             if let Finding::Held(held) = finding {
                 all.add(held);
             }
             Ok(())
         })?;
-        Status::hear(self.receiver)?;
+        StatusReply::hear(self.receiver)?;
         Ok(all)
     }
 }

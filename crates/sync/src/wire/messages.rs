@@ -38,7 +38,7 @@
 //! Either side may end the conversation with Failed at any time. Otherwise it ends with a goodbye from each: the source's when it
 //! is done, then the replica's, for which the source waits.
 //!
-//! Whatever a peer sends is bounded where it is received: [`Status::check`], [`Plan::check`] and [`text`] here, digests
+//! Whatever a peer sends is bounded where it is received: [`StatusReply::check`], [`Plan::check`] and [`text`] here, digests
 //! and sums in the compare crate, deltas in the delta crate, the lengths of messages in the link.
 
 use std::path::{Path, PathBuf};
@@ -50,9 +50,9 @@ use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Format, Storage};
 use lineage::Lives;
 use link::{Message, Pace, Received, Receiver, Sender};
-use replica::{Acceptable, Commit, Keep, Released, UnsureSet};
+use replica::{Acceptable, CommitMode, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
-use source::{About, Handle};
+use source::{Handle, SourceMetadata};
 use uuid::Uuid;
 
 use crate::error::{Class, SyncError};
@@ -83,7 +83,7 @@ pub(crate) const VERDICT: u8 = 20;
 
 /// What a verification found of which it is known what changed since.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Found {
+pub(crate) struct VerifyFinding {
     /// Bytes that differ, now that it has ended; 0 if they were repaired.
     pub bytes_differing: u64,
     /// Blocks that changed since the replica's epoch were not compared.
@@ -95,7 +95,7 @@ pub(crate) struct Found {
 pub(crate) struct Open {
     pub path: PathBuf,
     pub journal_dir: Option<PathBuf>,
-    pub commit: Commit,
+    pub commit: CommitMode,
     /// How the disk is to lie in the replica's file, where its user says.
     pub format: Option<Format>,
     /// The source is a file that is copied as it is, whatever is in it.
@@ -147,7 +147,7 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    pub(crate) fn of(about: &About, lives: Lives, group: Option<String>) -> Origin {
+    pub(crate) fn of(about: &SourceMetadata, lives: Lives, group: Option<String>) -> Origin {
         Origin {
             uuid: about.uuid,
             term: about.term,
@@ -181,7 +181,7 @@ pub(crate) struct Primary {
 
 impl Open {
     /// Neither to be adopted nor verified, without digests and without a source.
-    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: Commit) -> Open {
+    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: CommitMode) -> Open {
         Open {
             path: path.to_path_buf(),
             journal_dir: journal_dir.clone(),
@@ -225,7 +225,7 @@ impl Open {
 
 /// The status of the replica.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Status {
+pub(crate) struct StatusReply {
     /// The destination's canonical path, as the replica's name.
     pub path: PathBuf,
     /// The replica itself.
@@ -251,8 +251,8 @@ pub(crate) struct Status {
     pub acceptable: Option<Acceptable>,
 }
 
-impl Status {
-    /// The most of [`Status::demotes_anew`]: one that is further back is taken for one that its history does not reach.
+impl StatusReply {
+    /// The most of [`StatusReply::demotes_anew`]: one that is further back is taken for one that its history does not reach.
     pub(crate) const MOST_ANEW: usize = 256;
 }
 
@@ -329,7 +329,7 @@ pub(crate) struct Confirmed {
 
 /// The replica is at the new epoch.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Committed {
+pub(crate) struct CommitReply {
     pub epoch: Epoch,
     pub bytes_written: u64,
     pub bytes_read: u64,
@@ -339,15 +339,15 @@ pub(crate) struct Committed {
     pub warnings: Vec<String>,
 }
 
-impl Committed {
-    /// It is at this epoch, and nothing was to be written.
-    pub(crate) fn nothing_written(epoch: Epoch) -> Committed {
-        Committed { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() }
+impl CommitReply {
+    /// The replica is at this epoch, and nothing was to be written.
+    pub(crate) fn nothing_written(epoch: Epoch) -> CommitReply {
+        CommitReply { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() }
     }
 
     /// What a replica says of a commit.
-    pub(crate) fn of(committed: &replica::Committed) -> Committed {
-        Committed {
+    pub(crate) fn of(committed: &replica::Committed) -> CommitReply {
+        CommitReply {
             epoch: committed.epoch,
             bytes_written: committed.bytes_written,
             bytes_read: committed.bytes_read,
@@ -507,10 +507,10 @@ impl Asked {
     }
 }
 
-impl Status {
+impl StatusReply {
     /// A status with defaults for all but the replica.
-    pub(crate) fn of(replica: replica::Status) -> Status {
-        Status {
+    pub(crate) fn of(replica: replica::Status) -> StatusReply {
+        StatusReply {
             path: PathBuf::new(),
             replica,
             wrong_size: None,
@@ -537,13 +537,13 @@ impl Status {
     }
 
     /// Receives the replica's status.
-    pub(crate) fn hear(receiver: &Receiver) -> Result<Status, SyncError> {
-        Status::of_message(&expect(receiver, STATUS)?, receiver)
+    pub(crate) fn hear(receiver: &Receiver) -> Result<StatusReply, SyncError> {
+        StatusReply::of_message(&expect(receiver, STATUS)?, receiver)
     }
 
     /// Receives the replica's status, of which the first message was received already.
-    pub(crate) fn of_message(message: &Message, receiver: &Receiver) -> Result<Status, SyncError> {
-        let status: Status = message.json()?;
+    pub(crate) fn of_message(message: &Message, receiver: &Receiver) -> Result<StatusReply, SyncError> {
+        let status: StatusReply = message.json()?;
         status.check()?;
         let mut encoded = Vec::new();
         while encoded.len() < status.unsure_bytes {
@@ -565,7 +565,7 @@ impl Status {
             unsure,
             ..status.replica
         };
-        Ok(Status { replica, ..status })
+        Ok(StatusReply { replica, ..status })
     }
 
     /// Refuses an invalid status.
@@ -655,12 +655,12 @@ pub(crate) fn open(
     receiver: &Receiver,
     replica: &Open,
     pace: Option<&Pace>,
-) -> Result<Status, SyncError> {
+) -> Result<StatusReply, SyncError> {
     if let Some(pace) = pace {
         sender.pace(pace);
     }
     sender.send_json(OPEN, replica)?;
-    Status::hear(receiver)
+    StatusReply::hear(receiver)
 }
 
 /// How long a side has to answer an error.

@@ -28,9 +28,9 @@ impl Stages {
     pub const FINE: Stages = Stages { workers: Some(1), overlap: true };
     /// Two threads work on one batch.
     pub const THREADS: Stages = Stages { workers: Some(2), overlap: false };
-    /// Both.
+    /// Two threads work on one batch, and the next batch begins before that is done.
     pub const HYBRID: Stages = Stages { workers: Some(2), overlap: true };
-    /// As many as are measured to be useful.
+    /// As many threads as are measured to be useful.
     pub const ADAPTIVE: Stages = Stages { workers: None, overlap: true };
 
     /// The most worker threads.

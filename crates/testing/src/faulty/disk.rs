@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use device::{Disk, Done, Kind, Queue, Request, ThreadQueue};
+use device::{Disk, Done, Queue, Request, RequestKind, ThreadQueue};
 
 use super::{Keep, Member, Power, SECTOR, is_cut, lock, no_space};
 use crate::Random;
@@ -132,21 +132,21 @@ impl FaultyDisk {
         for piece in &request.pieces {
             let (offset, len) = (piece.offset, piece.len);
             match request.kind {
-                Kind::Write { fua } => {
+                RequestKind::Write { fua } => {
                     let data = &request.buf[at..at + len as usize];
                     self.change(offset, len, len, fua, |disk| disk.write_at(offset, data))?;
                     at += len as usize;
                 }
-                Kind::Zero { unmap, fast, fua } => {
+                RequestKind::Zero { unmap, fast, fua } => {
                     self.change(offset, len, 0, fua, |disk| disk.zero(offset, len, unmap, fast))?;
                 }
-                Kind::Discard { fua } => {
+                RequestKind::Discard { fua } => {
                     self.change(offset, len, 0, fua, |disk| disk.discard(offset, len))?
                 }
-                Kind::Read | Kind::Flush => return request.run(self),
+                RequestKind::Read | RequestKind::Flush => return request.run(self),
             }
         }
-        if request.kind == Kind::Flush { self.flush() } else { Ok(()) }
+        if request.kind == RequestKind::Flush { self.flush() } else { Ok(()) }
     }
 }
 
@@ -355,7 +355,12 @@ mod tests {
 
     fn write(offset: u64, byte: u8, len: usize, fua: bool) -> Request {
         let pieces = [Piece { offset, len: len as u64 }].into_iter().collect();
-        Request { kind: Kind::Write { fua }, pieces, buf: Buf::from(&vec![byte; len][..]), token: offset }
+        Request {
+            kind: RequestKind::Write { fua },
+            pieces,
+            buf: Buf::from(&vec![byte; len][..]),
+            token: offset,
+        }
     }
 
     #[test]

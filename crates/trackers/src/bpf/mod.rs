@@ -443,7 +443,7 @@ struct BrokenTracker {
 }
 
 impl BrokenTracker {
-    /// Of a disk or partition that is gone; what has its path now has this size.
+    /// The tracker of a disk or partition that is gone; what has its path now has this size.
     fn of_gone(device: PathBuf, size: u64) -> BrokenTracker {
         let why = "the disk or partition that was tracked is gone, and another one is in its place".into();
         BrokenTracker { device, size, why }

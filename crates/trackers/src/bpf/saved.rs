@@ -221,7 +221,7 @@ impl SectorCounts {
     fn of(disk: &BlockDevice) -> Option<SectorCounts> {
         let number = std::fs::read_to_string(disk.whole_disk().join("dev")).ok()?;
         let (major, minor) = number.trim().split_once(':')?;
-        let count = device::Written::of(libc::makedev(major.parse().ok()?, minor.parse().ok()?))?;
+        let count = device::WriteCounts::of(libc::makedev(major.parse().ok()?, minor.parse().ok()?))?;
         Some(SectorCounts { written: count.sectors, discarded: count.discarded })
     }
 }
@@ -245,7 +245,8 @@ pub(super) fn fingerprint(disk: &BlockDevice) -> Result<String, TrackError> {
 fn edges(disk: &BlockDevice, mut take: impl FnMut(&[u8])) -> Result<(), TrackError> {
     const EDGE: u64 = 1 << 20;
     for path in std::iter::once(disk.path.clone()).chain(partitions(disk)) {
-        let opened = device::open(&path, &device::Options { write: false, direct: true, exclusive: false })?;
+        let opened =
+            device::open(&path, &device::DiskOptions { write: false, direct: true, exclusive: false })?;
         let len = opened.len();
         let edge = EDGE.min(len);
         for begin in [0, len - edge] {

@@ -11,9 +11,9 @@ const BLOCK: u64 = 4096;
 fn member(temp: &TempDir) -> (Arc<RamDisk>, TrackedDisk, Arc<CowStore>) {
     let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
     let ram = Arc::new(RamDisk::new(64 * BLOCK));
-    let settings = Settings {
+    let settings = TrackOptions {
         block_size: BLOCK as u32,
-        region: Settings::REGION,
+        region: TrackOptions::REGION,
         intents: true,
         allow_shrink: false,
         clock: Clock::system(),

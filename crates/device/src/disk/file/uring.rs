@@ -17,7 +17,7 @@ use std::time::Duration;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
 use super::FileDisk;
-use crate::disk::{Done, Kind, Pieces, Queue, Request};
+use crate::disk::{Done, Pieces, Queue, Request, RequestKind};
 use crate::error::at;
 
 /// Longer runs are cut, so that a few large requests keep the disk as busy as many small ones.
@@ -175,15 +175,17 @@ impl UringQueue {
         }
         let fua = matches!(
             kind,
-            Kind::Write { fua: true } | Kind::Zero { fua: true, .. } | Kind::Discard { fua: true }
+            RequestKind::Write { fua: true }
+                | RequestKind::Zero { fua: true, .. }
+                | RequestKind::Discard { fua: true }
         );
-        if kind == Kind::Flush {
+        if kind == RequestKind::Flush {
             let act = Act::Flush;
             self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: true, patient: false });
         }
         let count = self.waiting.len() - before;
         // One forced write is cheaper than a write and a flush; of many, one flush is.
-        let then_flush = fua && !(count == 1 && matches!(kind, Kind::Write { .. }));
+        let then_flush = fua && !(count == 1 && matches!(kind, RequestKind::Write { .. }));
         if then_flush {
             self.waiting.range_mut(before..).for_each(|op| {
                 if let Act::Write { durable } = &mut op.act {
@@ -199,27 +201,27 @@ impl UringQueue {
     }
 
     /// The ring's operation for a run; `None` if it was executed here.
-    fn act(&self, kind: Kind, run: &Run) -> io::Result<Option<Act>> {
+    fn act(&self, kind: RequestKind, run: &Run) -> io::Result<Option<Act>> {
         let (disk, Run { offset, len, .. }) = (&self.disk, *run);
         let on_device = disk.is_block();
         Ok(Some(match kind {
-            Kind::Read => Act::Read,
-            Kind::Write { fua } => Act::Write { durable: fua },
-            Kind::Zero { unmap, fast, .. } => {
+            RequestKind::Read => Act::Read,
+            RequestKind::Write { fua } => Act::Write { durable: fua },
+            RequestKind::Zero { unmap, fast, .. } => {
                 if on_device && (fast || disk.units(offset, len) != (offset..offset + len)) {
                     disk.zero_raw(offset, len, unmap, fast)?;
                     return Ok(None);
                 }
                 Act::Fallocate { mode: if unmap { PUNCH } else { ZERO } }
             }
-            Kind::Discard { .. } => {
+            RequestKind::Discard { .. } => {
                 if on_device {
                     disk.discard_raw(offset, len)?;
                     return Ok(None);
                 }
                 Act::Fallocate { mode: PUNCH }
             }
-            Kind::Flush => Act::Flush,
+            RequestKind::Flush => Act::Flush,
         }))
     }
 
@@ -366,7 +368,9 @@ impl UringQueue {
             }
             (Act::Fallocate { .. }, error) if error == -libc::EOPNOTSUPP || error == -libc::ENOSYS => {
                 match kind {
-                    Kind::Zero { unmap, fast, .. } => self.disk.zero_raw(op.offset, op.len, unmap, fast),
+                    RequestKind::Zero { unmap, fast, .. } => {
+                        self.disk.zero_raw(op.offset, op.len, unmap, fast)
+                    }
                     _ => Ok(()),
                 }
             }
@@ -510,13 +514,13 @@ impl Drop for UringQueue {
     }
 }
 
-fn name(kind: Kind) -> &'static str {
+fn name(kind: RequestKind) -> &'static str {
     match kind {
-        Kind::Read => "read",
-        Kind::Write { .. } => "write",
-        Kind::Zero { .. } => "zeroing",
-        Kind::Discard { .. } => "discard",
-        Kind::Flush => "flush",
+        RequestKind::Read => "read",
+        RequestKind::Write { .. } => "write",
+        RequestKind::Zero { .. } => "zeroing",
+        RequestKind::Discard { .. } => "discard",
+        RequestKind::Flush => "flush",
     }
 }
 

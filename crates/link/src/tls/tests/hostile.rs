@@ -53,11 +53,11 @@ impl Drop for Good {
 /// A listener with a good session and small limits, and the two sites.
 fn busy() -> ([Site; 2], Server, Good) {
     let (near, far) = two();
-    let limits = Limits {
+    let limits = ListenerLimits {
         pending: 40,
         pending_of_address: 30,
         patience: Duration::from_millis(1500),
-        ..Limits::default()
+        ..ListenerLimits::default()
     };
     let server = Server::start(&far, limits, echo);
     let good = Good::new(server.call(&near, 3).unwrap());
@@ -114,7 +114,7 @@ fn a_trusted_key_does_not_excuse_silence_or_nonsense() {
     let began = Instant::now();
     assert!(server.shaken(&near).read_exact(&mut [0; HELLO], soon()).is_err());
     assert!(began.elapsed() < Duration::from_secs(10));
-    let hello = Hello { what: 0, connections: 1, session: [0; 16] };
+    let hello = SessionHello { what: 0, connections: 1, session: [0; 16] };
     for (at, value) in [(0, 0), (8, 9), (11, 0), (11, 99)] {
         let mut bytes = hello.to_bytes();
         bytes[at] = value;
@@ -139,12 +139,12 @@ fn a_trusted_key_does_not_excuse_silence_or_nonsense() {
 fn silent_connections_keep_nobody_out() {
     let (near, far) = two();
     for (pending, pending_of_address) in [(8, 8), (8, 100), (100, 8)] {
-        let limits = Limits {
+        let limits = ListenerLimits {
             pending,
             pending_of_address,
             // Long enough for none of them to leave by itself.
             patience: Duration::from_secs(60),
-            ..Limits::default()
+            ..ListenerLimits::default()
         };
         let server = Server::start(&far, limits, echo);
         let silent: Vec<TcpStream> = (0..20).map(|_| server.connect()).collect();
@@ -178,24 +178,24 @@ fn a_connection_joins_only_the_session_of_its_own_key() {
     far.keys.trust("other", other.keys.own().unwrap(), None, Roles::ALL).unwrap();
     let served = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&served);
-    let server = Server::start(&far, Limits::default(), move |link, peer| {
+    let server = Server::start(&far, ListenerLimits::default(), move |link, peer| {
         counted.fetch_add(1, Ordering::SeqCst);
         assert_eq!(peer.name, "near");
         echo(link, peer);
     });
     let (first, session) = begun(&server, &near, 2);
-    let answer = |site: &Site, hello: Hello| said(&mut server.shaken(site), hello).1.what;
-    let join = Hello { what: 1, connections: 2, session };
+    let answer = |site: &Site, hello: SessionHello| said(&mut server.shaken(site), hello).1.what;
+    let join = SessionHello { what: 1, connections: 2, session };
     assert_eq!(answer(&other, join), NO_SESSION, "another key knows the name");
     server.says(&["other", "no such session of its key"]);
-    assert_eq!(answer(&near, Hello { session: [1; 16], ..join }), NO_SESSION, "a session that is not");
-    assert_eq!(answer(&near, Hello { what: 2, ..join }), NO_SESSION, "a connection that is not");
-    assert_eq!(answer(&near, Hello { connections: 3, ..join }), NO_SESSION, "another count");
+    assert_eq!(answer(&near, SessionHello { session: [1; 16], ..join }), NO_SESSION, "a session that is not");
+    assert_eq!(answer(&near, SessionHello { what: 2, ..join }), NO_SESSION, "a connection that is not");
+    assert_eq!(answer(&near, SessionHello { connections: 3, ..join }), NO_SESSION, "another count");
     assert_eq!(served.load(Ordering::SeqCst), 0);
     // The session still waits for its second connection.
     let mut second = server.shaken(&near);
     assert_eq!(said(&mut second, join).1.what, WELCOME);
-    let client = Client::new(&near.keys, "127.0.0.1", server.address.port(), Roles::PUSH).unwrap();
+    let client = ClientHandshake::new(&near.keys, "127.0.0.1", server.address.port(), Roles::PUSH).unwrap();
     let trust = client.trust(far.keys.own().unwrap());
     let link =
         sessions::open("far", vec![first, second], Duration::from_secs(20), Duration::from_secs(30), trust)
@@ -244,7 +244,7 @@ fn sessions_are_bounded() {
     let other = site();
     other.keys.trust("127.0.0.1", far.keys.own().unwrap(), None, Roles::ALL).unwrap();
     far.keys.trust("other", other.keys.own().unwrap(), None, Roles::ALL).unwrap();
-    let limits = Limits { sessions: 3, sessions_of_key: 2, ..Limits::default() };
+    let limits = ListenerLimits { sessions: 3, sessions_of_key: 2, ..ListenerLimits::default() };
     let server = Server::start(&far, limits, echo);
     let held: Vec<Link> = (0..2).map(|_| server.call(&near, 2).unwrap()).collect();
     let error = server.call(&near, 2).map(drop).unwrap_err();

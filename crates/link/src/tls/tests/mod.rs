@@ -18,10 +18,12 @@ use crate::flow::lock;
 use crate::tls::MAX_CONNECTIONS;
 use crate::tls::chunk::CHUNK;
 use crate::tls::connection::{TlsConnection, tune};
-use crate::tls::handshake::Client;
-use crate::tls::hello::{HELLO, Hello, NO_SESSION, WELCOME};
+use crate::tls::handshake::ClientHandshake;
+use crate::tls::hello::{HELLO, NO_SESSION, SessionHello, WELCOME};
 use crate::tls::session as sessions;
-use crate::{ConnectOptions, Error, Keys, Limits, Link, Listener, Message, Peer, Result, Roles, Stop};
+use crate::{
+    ConnectOptions, Error, Keys, Link, Listener, ListenerLimits, Message, Peer, Result, Roles, Stop,
+};
 
 /// A side with keys of its own.
 struct Site {
@@ -59,7 +61,11 @@ impl Drop for Server {
 }
 
 impl Server {
-    fn start(site: &Site, limits: Limits, serve: impl Fn(Link, &Peer) + Send + Sync + 'static) -> Server {
+    fn start(
+        site: &Site,
+        limits: ListenerLimits,
+        serve: impl Fn(Link, &Peer) + Send + Sync + 'static,
+    ) -> Server {
         let said = Arc::new(Mutex::new(Vec::new()));
         let says = Arc::clone(&said);
         let address = "127.0.0.1:0".parse().unwrap();
@@ -94,7 +100,7 @@ impl Server {
 
     /// A connection with the site's key, that has said nothing yet.
     fn shaken(&self, site: &Site) -> TlsConnection {
-        let client = Client::new(&site.keys, "127.0.0.1", self.address.port(), Roles::PUSH).unwrap();
+        let client = ClientHandshake::new(&site.keys, "127.0.0.1", self.address.port(), Roles::PUSH).unwrap();
         client.handshake(self.connect(), soon()).unwrap()
     }
 }
@@ -108,7 +114,8 @@ pub(crate) fn over_tls(connections: usize) -> (Link, Link) {
     let (near, far) = two();
     let (sender, ends) = mpsc::channel();
     let sender = Mutex::new(sender);
-    let server = Server::start(&far, Limits::default(), move |link, _| lock(&sender).send(link).unwrap());
+    let server =
+        Server::start(&far, ListenerLimits::default(), move |link, _| lock(&sender).send(link).unwrap());
     let here = server.call(&near, connections).unwrap();
     let there = ends.recv().unwrap();
     // The link does not need the listener any more; stopping it would cut what it serves.
@@ -159,24 +166,24 @@ fn converse(link: Link, count: usize) -> Result<()> {
 /// Opens a session by hand; its first connection and its name.
 fn begun(server: &Server, site: &Site, connections: u8) -> (TlsConnection, [u8; 16]) {
     let mut first = server.shaken(site);
-    let (went, answer) = said(&mut first, Hello { what: 0, connections, session: [0; 16] });
+    let (went, answer) = said(&mut first, SessionHello { what: 0, connections, session: [0; 16] });
     assert_eq!((went, answer.what), (true, WELCOME));
     (first, answer.session)
 }
 
 /// Says a hello; whether it went out, and the answer.
-fn said(connection: &mut TlsConnection, hello: Hello) -> (bool, Hello) {
+fn said(connection: &mut TlsConnection, hello: SessionHello) -> (bool, SessionHello) {
     let went = connection.write_all(&hello.to_bytes(), soon()).is_ok();
     let mut answer = [0; HELLO];
     connection.read_exact(&mut answer, soon()).unwrap();
-    (went, Hello::parse(&answer).unwrap())
+    (went, SessionHello::parse(&answer).unwrap())
 }
 
 /// A server that listens to its end of every link until that ends, and what ended it.
 fn ending(site: &Site) -> (Server, mpsc::Receiver<Error>) {
     let (sender, ends) = mpsc::channel();
     let sender = Mutex::new(sender);
-    let server = Server::start(site, Limits::default(), move |link, _| {
+    let server = Server::start(site, ListenerLimits::default(), move |link, _| {
         let (_tx, rx) = link.split();
         let error = loop {
             match rx.recv() {

@@ -12,7 +12,7 @@ struct Proxy {
 #[test]
 fn everything_arrives_over_any_number_of_connections() {
     let (near, far) = two();
-    let server = Server::start(&far, Limits::default(), echo);
+    let server = Server::start(&far, ListenerLimits::default(), echo);
     for connections in [1, 2, 5, MAX_CONNECTIONS] {
         converse(server.call(&near, connections).unwrap(), 100).unwrap();
     }
@@ -22,7 +22,7 @@ fn everything_arrives_over_any_number_of_connections() {
 #[test]
 fn a_line_that_is_slow_because_it_is_bounded_is_not_silent() {
     let (near, far) = two();
-    let server = Server::start(&far, Limits::default(), echo);
+    let server = Server::start(&far, ListenerLimits::default(), echo);
     let options =
         ConnectOptions { connections: Some(2), timeout: Duration::from_secs(1), ..ConnectOptions::default() };
     let link = Link::tls(&near.keys, "127.0.0.1", server.address.port(), &options).unwrap();
@@ -130,7 +130,7 @@ fn a_connection_that_breaks_cuts_the_link_at_both_ends() {
 #[test]
 fn a_listener_that_ends_cuts_what_it_serves() {
     let (near, far) = two();
-    let server = Server::start(&far, Limits::default(), echo);
+    let server = Server::start(&far, ListenerLimits::default(), echo);
     let (tx, rx) = server.call(&near, 2).unwrap().split();
     tx.send(Message::default()).unwrap();
     rx.recv().unwrap().unwrap();

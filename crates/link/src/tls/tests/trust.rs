@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn an_unknown_key_is_refused_on_either_side_with_the_way_out() {
     let (near, far) = (site(), site());
-    let server = Server::start(&far, Limits::default(), |_, _| panic!("an unknown key was served"));
+    let server = Server::start(&far, ListenerLimits::default(), |_, _| panic!("an unknown key was served"));
     let theirs = far.keys.own().unwrap();
     let error = server.call(&near, 2).map(drop).unwrap_err();
     assert!(matches!(error, Error::Unknown { .. }), "{error}");
@@ -26,7 +26,7 @@ fn a_swapped_key_is_refused_loudly() {
     let (near, far) = two();
     let liar = site();
     liar.keys.trust("near", near.keys.own().unwrap(), None, Roles::ALL).unwrap();
-    let server = Server::start(&liar, Limits::default(), |_, _| panic!("it was believed"));
+    let server = Server::start(&liar, ListenerLimits::default(), |_, _| panic!("it was believed"));
     let error = server.call(&near, 1).map(drop).unwrap_err();
     assert!(matches!(error, Error::Swapped { .. }), "{error}");
     let text = error.to_string();
@@ -39,7 +39,7 @@ fn a_swapped_key_is_refused_loudly() {
 #[test]
 fn a_pin_of_the_port_comes_before_one_of_the_host() {
     let (near, far) = two();
-    let server = Server::start(&far, Limits::default(), echo);
+    let server = Server::start(&far, ListenerLimits::default(), echo);
     let other = site();
     let name = format!("127.0.0.1:{}", server.address.port());
     near.keys.trust(&name, other.keys.own().unwrap(), None, Roles::ALL).unwrap();
@@ -49,7 +49,7 @@ fn a_pin_of_the_port_comes_before_one_of_the_host() {
 #[test]
 fn an_expired_pin_is_refused_on_either_side() {
     let (near, far) = two();
-    let server = Server::start(&far, Limits::default(), echo);
+    let server = Server::start(&far, ListenerLimits::default(), echo);
     let (ours, theirs) = (near.keys.own().unwrap(), far.keys.own().unwrap());
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
     near.keys.trust("127.0.0.1", theirs, Some(now), Roles::ALL).unwrap();
@@ -108,11 +108,11 @@ fn a_session_ends_at_both_ends_when_either_key_is_trusted_no_longer() {
 #[test]
 fn a_listener_may_take_only_some_of_the_pinned() {
     let (near, far) = two();
-    let limits = Limits { from: vec!["other".into()], ..Limits::default() };
+    let limits = ListenerLimits { from: vec!["other".into()], ..ListenerLimits::default() };
     let server = Server::start(&far, limits, |_, _| panic!("it was let in"));
     assert!(matches!(server.call(&near, 1), Err(Error::NotTrusted { .. })));
     server.says(&["near", "--from"]);
-    let limits = Limits { from: vec!["other".into(), "near".into()], ..Limits::default() };
+    let limits = ListenerLimits { from: vec!["other".into(), "near".into()], ..ListenerLimits::default() };
     let server = Server::start(&far, limits, |link, peer| {
         assert_eq!(peer.name, "near");
         echo(link, peer);
@@ -157,7 +157,7 @@ fn nobody_there_is_said() {
 #[test]
 fn a_key_is_good_for_what_it_was_pinned_for() {
     let (near, far) = two();
-    let server = Server::start(&far, Limits::default(), echo);
+    let server = Server::start(&far, ListenerLimits::default(), echo);
     let (ours, theirs) = (near.keys.own().unwrap(), far.keys.own().unwrap());
     // Pinned at the server only because it connects to the client.
     for role in [Roles::PUSH, Roles::PULL, Roles::PUSH.and(Roles::PULL)] {

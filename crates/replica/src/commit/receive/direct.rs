@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::{Sink, Stop};
 use crate::commit::apply::Applier;
-use crate::commit::copies::{Copies, Written};
+use crate::commit::copies::{Copies, WrittenRanges};
 use crate::commit::undo::Touched;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error};
 use crate::journal::trail::Footprint;
@@ -32,7 +32,7 @@ pub(super) struct Direct {
     /// For a delta that copies.
     copies: Option<Copies>,
     /// For one whose records are in no order, as it is made where it reads: how far it is cannot be said.
-    written: Option<Written>,
+    written: Option<WrittenRanges>,
     /// Where the records of one that ascends have come.
     end: u64,
     /// Where the place stood before.
@@ -252,7 +252,7 @@ impl Replica {
             disk.resize(toward.size).map_err(failed("grow"))?;
         }
         let rolling = header.method == Method::Rolling;
-        let written = (rolling && copied == name).then(Written::default);
+        let written = (rolling && copied == name).then(WrittenRanges::default);
         let copies = match rolling {
             true if copied == name => Some(Copies::new(&disk).map_err(failed("open"))?),
             true => {

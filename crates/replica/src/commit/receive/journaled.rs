@@ -14,8 +14,8 @@ use crate::commit::copies::Copies;
 use crate::commit::holes::Holes;
 use crate::commit::undo::Touched;
 use crate::error::{ReplicaError, Result, io_error, journal_error};
-use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, Segment, Target, kept};
-use crate::replica::{Prepared, Replica};
+use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, JournalSegment, Target, kept};
+use crate::replica::{PreparedCommit, Replica};
 use crate::state::lineage::Toward;
 
 /// A delta on its way to the journal.
@@ -210,7 +210,7 @@ impl ToJournal {
     /// Prepares the delta for the group's commit, whose intent decides, once its trailer was taken.
     pub(super) fn prepare(self, replica: &mut Replica, decoder: &Decoder, toward: &Toward) -> Result<()> {
         let (whole, cost) = self.complete(replica, decoder, toward, Growing::prepare)?;
-        replica.set_prepared(whole.map(|contents| Prepared { contents, toward: toward.clone(), cost }));
+        replica.set_prepared(whole.map(|contents| PreparedCommit { contents, toward: toward.clone(), cost }));
         Ok(())
     }
 
@@ -299,7 +299,7 @@ impl ToJournal {
         };
         let segment = segment.filter(|(_, frames, ..)| *frames > 0 || whole);
         if let Some((header, frames, upto, digest)) = segment {
-            contents.segments.push(Segment { header: header.clone(), frames, upto, digest });
+            contents.segments.push(JournalSegment { header: header.clone(), frames, upto, digest });
             (contents.bytes, contents.frames_end) = (self.bytes, self.frames_end);
             contents.unread.clone_from(&self.unread);
             contents.records += decoder.totals().records;

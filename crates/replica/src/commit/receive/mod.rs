@@ -5,7 +5,7 @@ use std::io;
 use delta::{Decoder, Epoch, Event, Header, Method, Unit};
 use serde::{Deserialize, Serialize};
 
-use crate::commit::copies::Trouble;
+use crate::commit::copies::CopyError;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error};
 use crate::journal::Contents;
 use crate::journal::trail::Footprint;
@@ -22,7 +22,7 @@ use journaled::ToJournal;
 /// How a delta becomes part of a replica. A seed goes to NAME.partial, or in place on a device, whatever is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Commit {
+pub enum CommitMode {
     /// Stored in the journal as it arrives, merged once it is whole.
     #[default]
     Journal,
@@ -64,7 +64,7 @@ impl Replica {
     ///
     /// # Errors
     /// Refused if the delta does not fit what [`Replica::status`] says; then nothing was changed.
-    pub fn receive(&mut self, header: Unit, commit: Commit) -> Result<DeltaReceiver<'_>> {
+    pub fn receive(&mut self, header: Unit, commit: CommitMode) -> Result<DeltaReceiver<'_>> {
         self.sound()?;
         self.drop_useless_clone()?;
         let wrong = |error: String| ReplicaError::Delta { path: self.path().to_path_buf(), error };
@@ -102,7 +102,7 @@ impl Replica {
         }
         let seeds =
             header.is_seed() && header.resumes.is_none() && self.lineage().epoch != Some(toward.epoch);
-        if !seeds && commit == Commit::InPlace && self.lineage().step.is_none() && self.keeps_past() {
+        if !seeds && commit == CommitMode::InPlace && self.lineage().step.is_none() && self.keeps_past() {
             return Err(self.keeps_nothing_in_place());
         }
         match header.partial {
@@ -120,7 +120,7 @@ impl Replica {
             _ if seeds => self.seed(&toward, &header)?,
             Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => self.go_on(&toward, &header)?,
             _ => match commit {
-                Commit::Journal => {
+                CommitMode::Journal => {
                     if self.lineage().step.is_none() {
                         // Before its end can be durable: from then on only the group commits it. And before room is reserved for
                         // the next lineage: this one would take it.
@@ -128,8 +128,8 @@ impl Replica {
                     }
                     self.journal_sink(&header, &raw)?
                 }
-                Commit::InPlace => self.in_place(&toward, &header)?,
-                Commit::Reflink => self.reflink(&toward, &header)?,
+                CommitMode::InPlace => self.in_place(&toward, &header)?,
+                CommitMode::Reflink => self.reflink(&toward, &header)?,
             },
         };
         if let Sink::Direct(direct) = &mut sink {
@@ -185,10 +185,10 @@ impl Replica {
 
     /// True if a delta that is committed this way is made within the destination's content, so that its copies must be in an
     /// order in which they can be made. Otherwise all deltas ascend.
-    pub fn is_in_place(&self, commit: Commit) -> bool {
+    pub fn is_in_place(&self, commit: CommitMode) -> bool {
         match self.lineage().step.as_ref().map(|s| s.kind) {
             Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => true,
-            Some(StepKind::InPlace) | None => commit == Commit::InPlace,
+            Some(StepKind::InPlace) | None => commit == CommitMode::InPlace,
         }
     }
 
@@ -242,11 +242,11 @@ impl From<delta::Error> for Stop {
     }
 }
 
-impl From<Trouble> for Stop {
-    fn from(trouble: Trouble) -> Stop {
+impl From<CopyError> for Stop {
+    fn from(trouble: CopyError) -> Stop {
         match trouble {
-            Trouble::Disk(error) => Stop::Disk(error),
-            Trouble::Other { offset, from } => Stop::Delta(format!(
+            CopyError::Disk(error) => Stop::Disk(error),
+            CopyError::Other { offset, from } => Stop::Delta(format!(
                 "byte {from} does not hold what it copies to byte {offset}: run \"dsync sync\" again"
             )),
         }
@@ -281,7 +281,7 @@ impl DeltaReceiver<'_> {
     /// Takes the next unit as [`DeltaReceiver::unit`] does, and shows a frame, verified, before it goes where it belongs.
     ///
     /// # Errors
-    /// As for [`DeltaReceiver::unit`].
+    /// As [`DeltaReceiver::unit`].
     pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
         self.sound()?;
         let taken = self.take(unit, seen);
@@ -383,7 +383,7 @@ impl DeltaReceiver<'_> {
     /// Prepares the delta for the commit of the group, once its trailer was taken: durable when this returns, and not merged.
     ///
     /// # Errors
-    /// As for [`DeltaReceiver::finish`]; refused if it does not go to the journal.
+    /// As [`DeltaReceiver::finish`]; refused if it does not go to the journal.
     pub fn prepare(mut self) -> Result<Epoch> {
         self.whole()?;
         let replica = &mut *self.replica;

@@ -43,7 +43,7 @@ const MOST_BYTES: usize = 16 << 20;
 
 /// One commit of a replica.
 #[derive(Debug)]
-pub struct Step<'a> {
+pub struct TrailStep<'a> {
     /// The epoch before, and the bytes of the disk then.
     pub from: Option<(Epoch, u64)>,
     /// Epochs of the source between that and `to`, ascending; those that led to `to` where `from` is not one of them.
@@ -62,7 +62,7 @@ pub struct Step<'a> {
 ///
 /// # Errors
 /// If it cannot be written: then it is a gap, too.
-pub fn note_step(folder: &dyn Folder, step: &Step<'_>) -> Result<(), SourceError> {
+pub fn note_step(folder: &dyn Folder, step: &TrailStep<'_>) -> Result<(), SourceError> {
     let path = folder.path().join(NAME);
     let len = write_step(folder, step).map_err(|error| SourceError::State { what: "write", path, error })?;
     let every = if len.end < TIDY_LONG { TIDY_BYTES } else { TIDY_LONG };
@@ -73,7 +73,7 @@ pub fn note_step(folder: &dyn Folder, step: &Step<'_>) -> Result<(), SourceError
 }
 
 /// Returns where the new entry lies.
-fn write_step(folder: &dyn Folder, step: &Step<'_>) -> io::Result<Range<u64>> {
+fn write_step(folder: &dyn Folder, step: &TrailStep<'_>) -> io::Result<Range<u64>> {
     let file = folder.open(NAME, true)?;
     let begin = file.len()?;
     let mut bytes = Vec::new();
@@ -179,11 +179,6 @@ impl Trail {
             }
             Some(_) => self.entries.push((head, changes)),
         }
-    }
-
-    /// True if it knows nothing.
-    pub fn is_empty(&self) -> bool {
-        self.entries.len() < 2
     }
 
     /// The epochs at which it knows what a replica lacks, the last one included; oldest first.
@@ -297,7 +292,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::record::history::Position;
+    use crate::record::history::KnownPosition;
 
     const BLOCKS: u64 = 64;
     const SIZE: u64 = BLOCKS * 4096;
@@ -319,7 +314,7 @@ mod tests {
         });
         let through: Vec<Epoch> = through.iter().map(|n| epoch(*n)).collect();
         let from = Some((epoch(from), SIZE));
-        let step = Step {
+        let step = TrailStep {
             from,
             through: &through,
             to: epoch(to),
@@ -332,8 +327,14 @@ mod tests {
 
     fn lost(dir: &Dir, from: u64, to: u64) {
         let from = Some((epoch(from), SIZE));
-        let step =
-            Step { from, through: &[], to: epoch(to), size: SIZE, block_size: 4096, changes: Err("test") };
+        let step = TrailStep {
+            from,
+            through: &[],
+            to: epoch(to),
+            size: SIZE,
+            block_size: 4096,
+            changes: Err("test"),
+        };
         note_step(dir, &step).unwrap();
     }
 
@@ -356,7 +357,7 @@ mod tests {
 
     fn lacks_of(history: &History, at: u64) -> Result<Vec<u64>, String> {
         let blocks = Bitmap::new(BLOCKS);
-        let position = Position { epoch: epoch(at), upto: SIZE };
+        let position = KnownPosition { epoch: epoch(at), upto: SIZE };
         assert_eq!(
             history.reaches(&[position]).is_ok(),
             history.changes_since(&[position], 4096, &blocks).is_ok()
@@ -404,7 +405,8 @@ mod tests {
             let through: Vec<Epoch> = through.iter().map(|n| epoch(*n)).collect();
             let from = from.map(|from| (epoch(from), SIZE));
             let changes = Err("test");
-            let step = Step { from, through: &through, to: epoch(to), size: SIZE, block_size: 4096, changes };
+            let step =
+                TrailStep { from, through: &through, to: epoch(to), size: SIZE, block_size: 4096, changes };
             note_step(&dir, &step).unwrap();
         };
         let other = |number| Epoch { number, id: Uuid::from_u128(7) };
@@ -416,7 +418,7 @@ mod tests {
                 .unwrap();
             let history = History::read(&place).unwrap();
             assert_eq!(history.size_at(&at), None);
-            match history.reaches(&[Position { epoch: at, upto: SIZE }]) {
+            match history.reaches(&[KnownPosition { epoch: at, upto: SIZE }]) {
                 Ok(()) => "known",
                 Err(SourceError::Foreign(_)) => "diverged",
                 Err(_) => "not known",
