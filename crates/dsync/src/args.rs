@@ -594,14 +594,14 @@ impl ToldArgs {
     }
 }
 
-/// What a sync of a VM by its name leaves out, and where it takes room.
+/// What a command for a VM by its name leaves out, and where it takes room.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct MachineArgs {
     /// With vm:NAME, leave out this disk of the VM, by its target such as vdb; may be repeated
     #[arg(long, value_name = "DISK", value_parser = NonEmptyStringValueParser::new())]
     pub without: Vec<String>,
-    /// With vm:NAME, the folder in which QEMU keeps what the VM overwrites during the sync [default: the folder of this QEMU in
+    /// With vm:NAME, the folder in which QEMU keeps what the VM overwrites meanwhile [default: the folder of this QEMU in
     /// /var/lib/libvirt/qemu]
     #[arg(long, value_name = "DIR")]
     pub scratch: Option<PathBuf>,
@@ -1398,10 +1398,10 @@ pub(crate) struct Combine {
 pub(crate) struct Verify {
     #[command(flatten)]
     pub job: JobArg,
-    /// Image, block device, or export name, on this host or on another
+    /// Image, block device, or export name, on this host or on another; vm:NAME for a VM of libvirt on this host, with all its disks
     #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
-    /// Path of the replica; tls://HOST[:PORT]/DST without ssh
+    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With vm:NAME, the folder of the replicas
     #[arg(value_name = "[[USER@]HOST:]DST")]
     pub destination: String,
     /// Send and commit what differs
@@ -1409,6 +1409,8 @@ pub(crate) struct Verify {
     pub repair: bool,
     #[command(flatten)]
     pub told: MomentArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
     /// Compare only this range of bytes, such as 1G:64M; may be repeated
     #[arg(long = "range", value_name = "OFFSET:LEN", value_parser = parse_range)]
     pub ranges: Vec<std::ops::Range<u64>>,

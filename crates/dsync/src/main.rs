@@ -180,12 +180,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Merge(args) => pipes::merge(args, &state, output)?,
         Command::Inspect(args) => delta_files::inspect(args, output)?,
         Command::Combine(args) => delta_files::combine(args, output)?,
-        Command::Verify(args) => {
-            let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
-            return until_free(&args.run.wait, output, || {
-                verify_command::run(args, &steering, &state, output)
-            });
-        }
+        Command::Verify(args) => return verify(args, &state, output),
         Command::Recover(args) => status::recover(args, &state, output)?,
         Command::Rewind(args) => until_free(&args.wait, output, || group_rewind::run(args, &state, output))?,
         Command::Promote(args) => until_free(&args.wait, output, || promote(args, &state, output))?,
@@ -204,6 +199,15 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Names { what } => manual::names(*what, &state)?,
     }
     Ok(0)
+}
+
+/// `dsync verify` of a disk or a machine.
+fn verify(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
+    let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
+    until_free(&args.run.wait, output, || match machine_name::named(&args.source) {
+        Some(name) => machine::verify(name, args, &steering, state, output),
+        None => verify_command::run(args, &steering, state, output),
+    })
 }
 
 /// The forms of `dsync status`.

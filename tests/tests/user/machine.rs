@@ -200,7 +200,7 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     assert_eq!((world.host.job(VM), world.host.checkpoints(VM)), (None, vec![]));
     let mut running = world.begun();
     // Another run waits for the end of this one, or does not.
-    world.run(&[]).code(6).says(&["t1 is synced already, by dsync"]);
+    world.run(&[]).code(6).says(&["t1 is synced or verified already, by dsync"]);
     running.signal(Signal::TERM);
     assert_eq!(running.output(Duration::from_secs(20)).status.code(), Some(130));
     world.clean();
@@ -232,9 +232,7 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     world.run(&["--method", "copy"]).code(2);
     let listed = world.dsync(&["discover"]).ok().text();
     assert!(listed.contains("dsync sync vm:t1 HOST:/srv/vms/"), "{listed}");
-    for command in [&["verify", "vm:t1", "replicas"][..], &["status", "vm:t1"], &["extract", "vm:t1"]] {
-        world.dsync(command).code(2).says(&["which only \"dsync sync vm:t1 DIR\" takes"]);
-    }
+    world.dsync(&["extract", "vm:t1"]).code(2).says(&["vm:t1 is a VM of libvirt, which is not taken here"]);
     let nowhere = world
         .site
         .dsync(["sync", "vm:t1", "replicas"])
@@ -445,7 +443,7 @@ fn a_vm_that_is_changed_as_its_job_begins_is_begun_anew() {
     let [a, b] = &world.disks();
     one_moment([a, b]);
     world.host.virsh(["destroy", VM]).ok();
-    changed("twice").code(6).says(&["t1 was started or changed while its sync began: run it again"]);
+    changed("twice").code(6).says(&["t1 was started or changed meanwhile: run it again"]);
     world.sync();
     let carried = std::fs::read_to_string(world.replica("t1.xml")).expect("the definition");
     assert!(carried.contains("/twice"), "{carried}");
@@ -563,4 +561,73 @@ fn a_vm_that_was_promoted_is_followed_where_it_is() {
     for _ in 0..2 {
         world.dsync(&["sync", "vm:t1"]).arg(&onward).ok();
     }
+}
+
+impl World {
+    fn verify(&self) -> Run {
+        self.dsync(&["verify", "vm:t1"]).arg(&self.replicas)
+    }
+
+    /// Changes a byte of a replica where its guest never writes, as a disk that fails does.
+    fn damage(&self, name: &str) {
+        let replica = std::fs::File::options().write(true).open(self.replica(name)).expect("a replica");
+        let time = replica.metadata().and_then(|replica| replica.modified()).expect("its time");
+        std::os::unix::fs::FileExt::write_all_at(&replica, b"?", 40 * MIB).expect("damage");
+        replica.set_modified(time).expect("its time");
+    }
+}
+
+#[test]
+fn a_vm_is_verified_while_it_writes_and_what_it_wrote_is_no_difference() {
+    let Some(world) = World::new("a verify of a VM by its name") else { return };
+    world.sync();
+    world.host.writes_on(VM);
+    let said = world.verify().ok();
+    assert!(said.text().contains("vda: QEMU's bitmap since dsync-"), "{said}");
+    assert!(said.text().contains("2 disks verified, 0 with differences, 1 not verified"), "{said}");
+    assert!(
+        said.stderr
+            .contains("vdb: not verified: a raw image, of which libvirt keeps no checkpoint; the next"),
+        "{said}"
+    );
+    assert!(said.text().contains("t1.xml at epoch") && said.text().contains(" changed at the source since)"));
+    world.clean();
+    // The next sync goes on from there.
+    world.host.writes_on(VM);
+    assert!(world.sync_paused().contains("vda: QEMU's bitmap since dsync-"));
+    world.host.writes_on(VM);
+    world.damage("t1-vda.img");
+    let said = world.verify().arg("--json").output();
+    assert_eq!(said.status.code(), Some(5), "{said}");
+    let last: serde_json::Value =
+        serde_json::from_str(said.text().lines().last().expect("a line")).expect("JSON");
+    assert_eq!(last["kind"], "machine-verified");
+    assert_eq!(
+        (&last["differing"][0], last["differing"].as_array().map(Vec::len)),
+        (&last["verified"][0], Some(1))
+    );
+    assert_eq!(last["unverified"], serde_json::json!(["vdb"]));
+    for option in [&["--repair"][..], &["--range", "0:1M"], &["--as", "x"]] {
+        world.verify().args(option).code(2).says(&[option[0], "omit it"]);
+    }
+    // What the refusal of --repair names.
+    world.run(&["--method", "compare"]).ok();
+    world.verify().ok();
+    world.sync_paused();
+}
+
+#[test]
+fn a_vm_that_is_off_is_verified_once_it_was_synced_so() {
+    let Some(world) = World::new("a verify of a VM that is off") else { return };
+    world.sync();
+    world.host.virsh(["destroy", VM]).ok();
+    let refused = world.verify().code(4);
+    refused.says(&["vda: not verified: the VM ran at its last sync; the next sync compares all of it"]);
+    refused.says(&["no disk of t1 can be verified", "run \"dsync sync vm:t1 "]);
+    world.sync();
+    let said = world.verify().ok().text();
+    assert!(said.contains("3 disks verified, 0 with differences, 0 not verified"), "{said}");
+    world.damage("t1-vdb.img");
+    let said = world.verify().code(5).text();
+    assert!(said.contains("3 disks verified, 1 with differences"), "{said}");
 }

@@ -74,6 +74,11 @@ impl<'a> GroupSync<'a> {
         Ok(GroupSync { destination, args, options, hook, state, output })
     }
 
+    /// It only counts.
+    pub(crate) fn is_dry_run(&self) -> bool {
+        self.args.dry_run
+    }
+
     /// Brings the replicas of a group to one moment, with the hook around its cut. `None` if what would be sent is known only once the replicas give up what
     /// they have.
     ///

@@ -74,8 +74,8 @@ pub(crate) fn refuse_demotion(group: &str, state: &StateDir) -> Result<(), anyho
 pub(crate) fn refuse_name(word: &str) -> Result<(), Failure> {
     named(word).map_or(Ok(()), |name| {
         Err(Failure::usage(format!(
-            "vm:{name} is a VM of libvirt, which only \"dsync sync vm:{name} DIR\" takes: elsewhere, give its disks and replicas by their paths, or its \
-             group, which \"dsync status\" lists. A path on a host that is called vm is ssh://vm/~/{name}"
+            "vm:{name} is a VM of libvirt, which is not taken here: give its disks and replicas by their paths, which \"dsync status vm:{name}\" lists, or its \
+             group. A path on a host that is called vm is ssh://vm/~/{name}"
         )))
     })
 }
