@@ -1244,7 +1244,7 @@ pub(crate) enum With {
 /// `status`.
 #[derive(Debug, Args)]
 pub(crate) struct Status {
-    /// A source or a replica, in detail [default: a table of all that this host knows; in detail with -v]
+    /// A source, a replica, or a VM of libvirt as vm:NAME, in detail [default: a table of all that this host knows; in detail with -v]
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub path: Option<String>,
     /// Print one line per problem, or "OK"; the exit code is 1 if there is a problem

@@ -631,3 +631,41 @@ fn a_vm_that_is_off_is_verified_once_it_was_synced_so() {
     let said = world.verify().code(5).text();
     assert!(said.contains("3 disks verified, 1 with differences"), "{said}");
 }
+
+#[test]
+fn a_vm_is_one_row_of_the_status_with_its_members_behind_it() {
+    let Some(world) = World::new("the status of a VM by its name") else { return };
+    let status = |words: &[&str]| world.dsync(&["status"]).args(words);
+    status(&["vm:t1"]).code(2).says(&["no VM t1 was synced with this state directory"]);
+    world.sync();
+    let folder = world.replicas.display().to_string();
+    let table = |state: &str| {
+        let said = status(&[]).ok().text();
+        let rows: Vec<&str> = said.lines().skip_while(|line| !line.contains("ROLE")).skip(1).collect();
+        let [row] = rows[..] else { panic!("one row: {said}") };
+        assert!(row.contains("vm:t1  VM") && row.contains(state) && row.ends_with(&folder), "{said}");
+        said
+    };
+    table("synced");
+    let long = status(&["vm:t1"]).ok().text();
+    for disk in ["a.qcow2", "b.raw", "t1.xml"] {
+        assert!(long.contains(&format!("{disk} (")), "{long}");
+    }
+    assert!(long.contains("group vm.t1 of the VM t1: ") && long.contains("last common epoch 1"), "{long}");
+    let lines = status(&["--json"]).ok().text();
+    let of_it = |line: &serde_json::Value| line["group"]["machine"] == "t1";
+    let lines: Vec<serde_json::Value> =
+        lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(lines.iter().filter(|line| line["kind"] == "source" && of_it(line)).count(), 3);
+    assert_eq!(lines.iter().filter(|line| line["kind"] == "group" && line["machine"] == "t1").count(), 1);
+    assert_eq!(status(&["--check"]).ok().text(), "OK\n");
+    assert_eq!(status(&["--check", "vm:t1"]).ok().text(), "OK\n");
+    let metrics = status(&["--prometheus"]).ok().text();
+    assert!(metrics.contains("dsync_replica_lag_seconds{") && !metrics.contains("dsync_source_tracking{"));
+    // What a verify finds of one disk is that of the VM.
+    world.damage("t1-vda.img");
+    world.verify().code(5);
+    assert!(table("! vm:t1  VM    differs").starts_with("! replica differs: "));
+    status(&["--check", "vm:t1"]).code(1);
+    assert!(status(&["vm:t1"]).ok().text().contains("not repaired: dsync sync --method compare vm:t1 DIR"));
+}
