@@ -1308,10 +1308,10 @@ pub(crate) struct Checkpoint {
 /// `forget`.
 #[derive(Debug, Args)]
 pub(crate) struct Forget {
-    /// Source, by path, export name or id; or a replica on this host
+    /// Source, by path, export name or id; vm:NAME for all disks of a VM of libvirt; or a replica on this host
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub what: String,
-    /// Forget only this replica or checkpoint of the source, as "dsync status" names it
+    /// Forget only this replica or checkpoint of the source, as "dsync status" names it; with vm:NAME, the folder of its replicas
     #[arg(value_name = "BOOKMARK")]
     pub bookmark: Option<String>,
     /// Print what would be forgotten and what it costs, and change nothing

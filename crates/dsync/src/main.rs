@@ -173,7 +173,10 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Status(args) => return status(args, &state, output),
         Command::Extract(args) => until_free(&args.wait, output, || pipes::extract(args, &state, output))?,
         Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,
-        Command::Forget(args) => forget::run(args, &state, output)?,
+        Command::Forget(args) => match machine_name::named(&args.what) {
+            Some(name) => machine::forget(name, args, &state, output)?,
+            None => forget::run(args, &state, output)?,
+        },
         Command::Changes(args) => {
             until_free(&args.wait, output, || checkpoint::changes(args, &state, output))?
         }

@@ -549,9 +549,7 @@ fn a_vm_that_was_promoted_is_followed_where_it_is() {
     other.virsh(["destroy", VM]).ok();
     sync();
     // And back, once what was here before is given up.
-    for old in ["a.qcow2", "b.raw", "state/machines/t1.xml"] {
-        world.dsync(&["forget"]).arg(world.site.path(old)).ok();
-    }
+    world.dsync(&["forget", "vm:t1"]).ok();
     promote(&world.site, &back);
     world.host.virsh(["undefine", "--checkpoints-metadata", VM]).ok();
     world.host.virsh(["define"]).arg(&definition).ok();
@@ -668,4 +666,66 @@ fn a_vm_is_one_row_of_the_status_with_its_members_behind_it() {
     assert!(table("! vm:t1  VM    differs").starts_with("! replica differs: "));
     status(&["--check", "vm:t1"]).code(1);
     assert!(status(&["vm:t1"]).ok().text().contains("not repaired: dsync sync --method compare vm:t1 DIR"));
+}
+
+#[test]
+fn a_vm_is_forgotten_with_all_that_it_has_left() {
+    let Some(world) = World::new("a VM that is forgotten") else { return };
+    let forget = |words: &[&str]| world.dsync(&["forget", "vm:t1"]).args(words);
+    forget(&[]).code(2).says(&["no VM t1 was synced"]);
+    world.sync();
+    let other = world.site.path("other");
+    std::fs::create_dir(&other).expect("a folder");
+    world.dsync(&["sync", "vm:t1"]).arg(&other).ok();
+    let status = || world.dsync(&["status", "vm:t1"]).ok().text();
+    let of_other = |text: &str| text.lines().filter(|line| line.contains("/other/t1")).count();
+    assert_eq!(of_other(&status()), 3);
+    // One of its folders.
+    let folder = format!("{}/", other.display());
+    assert_eq!(of_other(&forget(&["-n", &folder]).ok().text()), 3);
+    assert_eq!(of_other(&status()), 3);
+    assert_eq!(of_other(&forget(&[&folder]).ok().text()), 3);
+    assert_eq!(of_other(&status()), 0);
+    forget(&[&folder]).code(4).says(&["no replica of t1 in ", "is known"]);
+    forget(&["--replica"]).code(2);
+    assert!(world.sync().text().contains("vda: QEMU's bitmap since"));
+    // All of it.
+    let checkpoints = world.host.checkpoints(VM);
+    assert_eq!(checkpoints.len(), 1);
+    let said = forget(&["-n"]).ok().text();
+    assert_eq!(said.lines().filter(|line| line.contains("would be forgotten")).count(), 3, "{said}");
+    assert_eq!(world.host.checkpoints(VM), checkpoints);
+    forget(&[]).ok();
+    assert_eq!(world.host.checkpoints(VM), [""; 0]);
+    let left: Vec<_> = world.site.state().join("machines").read_dir().expect("a folder").flatten().collect();
+    assert!(left.iter().all(|entry| entry.path().is_dir()), "{left:?}");
+    assert!(!world.dsync(&["status"]).ok().text().contains("vm:t1"));
+    // What was forgotten begins anew, and goes on from there.
+    world.run(&["--adopt"]).ok();
+    assert!(world.sync_paused().contains("vda: QEMU's bitmap since"));
+    // Off, the checkpoint is left until it runs again.
+    world.host.virsh(["destroy", VM]).ok();
+    let said = forget(&[]).ok();
+    said.says(&["is left (the VM is off): \"virsh checkpoint-delete t1 dsync-"]);
+    world.host.on(VM);
+    world.run(&["--adopt"]).ok();
+    world.clean();
+}
+
+#[test]
+fn a_vm_with_another_name_is_copied_anew_once_the_former_is_forgotten() {
+    let Some(world) = World::new("a VM that is renamed") else { return };
+    world.sync();
+    world.host.virsh(["destroy", VM]).ok();
+    let [checkpoint] = &world.host.checkpoints(VM)[..] else { panic!("one checkpoint") };
+    world.host.virsh(["checkpoint-delete", VM, checkpoint, "--metadata"]).ok();
+    world.host.virsh(["domrename", VM, "t2"]).ok();
+    world.host.on("t2");
+    let sync = || world.dsync(&["sync", "vm:t2"]).arg(&world.replicas);
+    sync().code(4).says(&["of t2 was synced as a disk of the VM t1", "run \"dsync forget vm:t1\""]);
+    assert_eq!(world.host.job("t2"), None);
+    world.dsync(&["forget", "vm:t1"]).ok();
+    let said = sync().ok().text();
+    assert!(said.contains("vda: copied") && said.contains("t2-vda.img is"), "{said}");
+    assert!(sync().ok().text().contains("vda: QEMU's bitmap since"));
 }

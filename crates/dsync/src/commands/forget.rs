@@ -100,7 +100,14 @@ fn refuse_both(what: &str, about: &About) -> Result<()> {
     Ok(())
 }
 
-fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
+/// Forgets a source.
+pub(crate) fn source(
+    place: &Path,
+    about: &About,
+    dry_run: bool,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
     let bookmarks = Bookmarks::read(&device::Dir::open(place)?)?;
     let names = |names: Vec<&String>| names.into_iter().cloned().collect::<Vec<_>>().join(", ");
     let replicas = names(bookmarks.replicas().map(|(name, _)| name).collect());

@@ -223,11 +223,7 @@ impl Job {
         let mut wrong = Vec::new();
         let ours = made.names();
         for name in checkpoints.iter().filter(|name| ours.contains(&***name) && !wanted.contains(*name)) {
-            let mut deleted = self.virsh.delete_checkpoint(name, false).map_err(said)?;
-            // Where QEMU was killed, only the name is left.
-            if deleted.as_ref().is_err_and(|why| why.contains(&format!("bitmap '{name}' not found"))) {
-                deleted = self.virsh.delete_checkpoint(name, true).map_err(said)?;
-            }
+            let deleted = self.virsh.delete_checkpoint(name).map_err(said)?;
             wrong.extend(deleted.err().map(|why| {
                 format!(
                     "checkpoint {name} of {} is left, and slows it down until it is deleted: {why}",

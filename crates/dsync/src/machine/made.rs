@@ -67,6 +67,14 @@ impl Made {
         self.write()
     }
 
+    /// Removes the list.
+    ///
+    /// # Errors
+    /// If that fails.
+    pub(super) fn remove(self) -> std::io::Result<()> {
+        super::carry::remove(&self.path)
+    }
+
     /// Forgets all but these checkpoints.
     ///
     /// # Errors

@@ -9,6 +9,7 @@
 mod carry;
 mod define;
 mod domain;
+mod forget;
 mod job;
 mod made;
 mod resting;
@@ -22,7 +23,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use device::{Dir, FolderLock};
 use serde::Serialize;
-use source::{SourceOptions, StateDir};
+use source::{Membership, SourceOptions, StateDir};
 use sync::{GroupSummary, Summary, ToldMember};
 
 use crate::args;
@@ -32,6 +33,7 @@ use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::terms::machine_name;
 use domain::{Answer, Domain};
+pub(crate) use forget::forget;
 pub(crate) use job::end_interrupted;
 pub(crate) use verify::verify;
 use virsh::Virsh;
@@ -160,6 +162,20 @@ fn refuse_option(option: &str) -> Failure {
     Failure::usage(format!("vm:NAME does not take {option}: omit it"))
 }
 
+/// Keeps other runs away for the machine with this name and this group.
+fn lock((name, group): (&str, &str), state: &StateDir) -> Result<FolderLock, Failure> {
+    let place = match rustix::process::geteuid().is_root() {
+        true => trackers::run_folder(),
+        false => state.path().to_path_buf(),
+    };
+    let place = place.join("machines").join(group);
+    let taken = Dir::open(&place).and_then(|_| FolderLock::take(&place));
+    let failed = |error| Failure::failed(format!("cannot lock {}: {error}", place.display()));
+    taken.map_err(failed)?.map_err(|holder| {
+        Failure::busy(format!("{name} is synced or verified already, by {holder}: wait for its end"))
+    })
+}
+
 impl<'a> Machine<'a> {
     fn find(
         name: &str,
@@ -181,23 +197,44 @@ impl<'a> Machine<'a> {
     }
 
     /// Refuses a machine with a disk that cannot be copied, unless that is to be left out.
-    fn refuse(&self) -> Result<(), Failure> {
+    fn refuse(&self) -> Result<()> {
         self.refuse_unknown()?;
+        self.refuse_renamed()?;
         let (name, without) = (&self.domain.name, &self.args.without);
         for disk in self.domain.disks.iter().filter(|disk| !without.contains(&disk.target)) {
             if let Answer::Refused(why) = &disk.answer {
                 return Err(Failure::refused(format!(
                     "{} of {name} cannot be copied, as it is {why}: leave it out with --without {0}, and copy it by other means",
                     disk.target
-                )));
+                ))
+                .into());
             }
         }
         match self.disks().next() {
             Some(_) => Ok(()),
             None => Err(Failure::refused(format!(
                 "{name} has no disk that can be copied: \"virsh domblklist {name}\" lists its disks"
-            ))),
+            ))
+            .into()),
         }
+    }
+
+    /// Refuses a machine whose disks are those of another one here, as after it got another name.
+    fn refuse_renamed(&self) -> Result<()> {
+        for (_, image) in self.disks() {
+            let Some((place, about)) = self.state.source(&image.path.to_string_lossy())? else { continue };
+            let group = Membership::read(&Dir::existing(&place)?)?.filter(|group| group.name != self.group);
+            if let Some(old) = group.as_ref().and_then(|group| machine_name::of_group(&group.name)) {
+                return Err(Failure::refused(format!(
+                    "{} of {} was synced as a disk of the VM {old}: if that is this VM by its former name, or is gone, run \"dsync forget vm:{old}\", and the \
+                     next sync copies the disks anew",
+                    about.path.display(),
+                    self.domain.name
+                ))
+                .into());
+            }
+        }
+        Ok(())
     }
 
     /// Refuses to leave out what the machine does not have.
@@ -219,19 +256,7 @@ impl<'a> Machine<'a> {
 
     /// Keeps other runs for this machine away.
     fn lock(&self) -> Result<FolderLock, Failure> {
-        let place = match rustix::process::geteuid().is_root() {
-            true => trackers::run_folder(),
-            false => self.state.path().to_path_buf(),
-        };
-        let place = place.join("machines").join(&self.group);
-        let taken = Dir::open(&place).and_then(|_| FolderLock::take(&place));
-        let failed = |error| Failure::failed(format!("cannot lock {}: {error}", place.display()));
-        taken.map_err(failed)?.map_err(|holder| {
-            Failure::busy(format!(
-                "{} is synced or verified already, by {holder}: wait for its end",
-                self.domain.name
-            ))
-        })
+        lock((&self.domain.name, &self.group), self.state)
     }
 
     /// Says of a disk how it is followed.

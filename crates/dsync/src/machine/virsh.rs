@@ -41,6 +41,18 @@ pub(super) fn look_up(name: &str) -> Result<String, Failure> {
     })
 }
 
+/// The text of a domain, by its name or its UUID; `None` if libvirt has none.
+///
+/// # Errors
+/// If libvirt cannot be asked.
+pub(super) fn seek(name: &str) -> Result<Option<String>, Failure> {
+    match virsh("dumpxml", &[&format!("--domain={name}")])? {
+        Ok(text) => Ok(Some(text)),
+        Err(why) if why.contains("failed to get domain") => Ok(None),
+        Err(why) => Err(Failure::failed(format!("libvirt does not answer: {why}"))),
+    }
+}
+
 /// The names of all domains, if libvirt tells them.
 pub(super) fn names() -> Vec<String> {
     let said = virsh("list", &["--all", "--name"]).ok().and_then(Result::ok).unwrap_or_default();
@@ -130,18 +142,19 @@ impl Virsh {
         self.ask("domjobabort", &[])
     }
 
-    /// Deletes a checkpoint; `remembered`: of its bitmaps there is the name alone.
+    /// Deletes a checkpoint.
     ///
     /// # Errors
     /// An inner `Err` is why it is not deleted.
-    pub(super) fn delete_checkpoint(
-        &self,
-        name: &str,
-        remembered: bool,
-    ) -> Result<Result<String, String>, Failure> {
-        let name = format!("--checkpointname={name}");
-        let words: &[&str] = if remembered { &[&name, "--metadata"] } else { &[&name] };
-        self.ask("checkpoint-delete", words)
+    pub(super) fn delete_checkpoint(&self, name: &str) -> Result<Result<String, String>, Failure> {
+        let word = format!("--checkpointname={name}");
+        match self.ask("checkpoint-delete", &[&word])? {
+            // Where QEMU was killed, only the name is left.
+            Err(why) if why.contains(&format!("bitmap '{name}' not found")) => {
+                self.ask("checkpoint-delete", &[&word, "--metadata"])
+            }
+            deleted => Ok(deleted),
+        }
     }
 }
 
