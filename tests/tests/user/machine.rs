@@ -407,6 +407,36 @@ impl World {
     }
 }
 
+/// The same, but once there is this file, libvirt does not answer.
+const HANGS: &str = r#"#!/bin/sh
+[ ! -e "$ONCE" ] || sleep 3600
+exec /usr/bin/virsh "$@"
+"#;
+
+#[test]
+fn a_libvirt_that_hangs_is_not_waited_for_without_end() {
+    let Some(world) = World::new("a VM by its name whose libvirt hangs") else { return };
+    world.sync();
+    let path = world.before_virsh(HANGS);
+    let hangs = world.site.path("hangs");
+    world.host.writes_on(VM);
+    let run = || world.run(&["--bwlimit", "1M", "--timeout", "2s"]).env("PATH", &path).env("ONCE", &hangs);
+    let mut running = run().start();
+    until("the job is there", || {
+        assert!(running.ended().is_none(), "it ended: {}", running.stderr_so_far());
+        world.host.job(VM).is_some()
+    });
+    std::fs::write(&hangs, "").expect("a file");
+    let failed = running.output(Duration::from_secs(60));
+    assert_eq!(failed.status.code(), Some(1), "{failed}");
+    failed.says(&["libvirt hangs: \"virsh ", "has not ended within 2", "\"systemctl status libvirtd\""]);
+    run().code(1).says(&["libvirt hangs: \"virsh dumpxml\" has not ended within 2"]);
+    // The job is still there, and the next run ends it.
+    world.sync();
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
+}
+
 /// QEMU goes on to answer who reads, but shows the present.
 #[test]
 fn what_was_read_of_a_job_that_has_ended_is_not_committed() {

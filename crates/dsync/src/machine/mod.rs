@@ -7,6 +7,7 @@
 //! - Its *definition*, and its NVRAM, are members as well (`carry.rs`): read before and after the moment, and the same.
 
 mod carry;
+mod child;
 mod define;
 mod domain;
 mod forget;
@@ -119,6 +120,7 @@ pub(crate) fn sync(
     output: &Output,
 ) -> Result<u8> {
     check(args)?;
+    virsh::wait_for(args.far.timeout);
     let folder = args.destination.as_deref().unwrap_or_default();
     let machine = Machine::find(name, (&args.machine, &args.open), state, output)?;
     let group = machine.group.clone();

@@ -15,7 +15,7 @@ use source::{GroupHandle, Handle, SourceOptions, StateDir};
 use sync::{ToldMember, VerifyOptions};
 
 use super::carry::Carried;
-use super::{How, Machine, Untold};
+use super::{How, Machine, Untold, virsh};
 use crate::args;
 use crate::commands::verify_command;
 use crate::failure::{self, DIFFERS, Failure};
@@ -58,6 +58,7 @@ pub(crate) fn verify(
     output: &Output,
 ) -> Result<u8> {
     check(args)?;
+    virsh::wait_for(args.far.timeout);
     let folder = Location::folder(&args.destination)?;
     let options = verify_command::options(args, steering, folder.host.is_some());
     let machine = Machine::find(name, (&args.machine, &args.open), state, output)?;
