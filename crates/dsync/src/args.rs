@@ -595,7 +595,7 @@ impl ToldArgs {
 }
 
 /// What a command for a VM by its name leaves out, and where it takes room.
-#[derive(Debug, Default, Args)]
+#[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct MachineArgs {
     /// With vm:NAME, leave out this disk of the VM, by its target such as vdb; may be repeated
@@ -698,7 +698,7 @@ impl FarArgs {
 }
 
 /// What of a replica's past is kept.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(next_help_heading = KEPT)]
 pub(crate) struct KeepArgs {
     /// Keep earlier moments of the replica for "dsync rewind": all of the last TIME, or with /TIME one of each such
@@ -742,7 +742,7 @@ pub(crate) enum AdoptArg {
 }
 
 /// How a replica begins where there is a copy already, or where one is missing; and what it keeps of its past.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct BeginArgs {
     /// Take over an existing copy: compare all of it, and overwrite what differs. One of whose data the larger part differs is refused
@@ -810,7 +810,7 @@ impl ConsentArgs {
 }
 
 /// Whether data is compressed.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(next_help_heading = REMOTE)]
 pub(crate) struct CompressArg {
     /// Compress with zstd, at a level from 1 to 19
@@ -890,15 +890,18 @@ pub(crate) struct IntervalArgs {
     /// How fast the interval adapts to the time the replica's site needs, 0 to 1 [default: 0.5]
     #[arg(conflicts_with = "group", long, hide = true, value_name = "FACTOR", value_parser = parse_factor)]
     pub beta: Option<f64>,
+    /// Keep the first interval
+    #[arg(long, hide = true)]
+    pub fixed_interval: bool,
 }
 
 /// `mirror`.
 #[derive(Debug, Args)]
 pub(crate) struct Mirror {
-    /// Served image or its export name, or a tracked device
+    /// Served image or its export name, or a tracked device; vm:NAME for a VM of libvirt on this host, with all its disks
     #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
-    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the replicas
+    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With vm:NAME, and with --group, which has no SRC, the folder of the replicas
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Mirror all members of this group: their replicas are always of one moment
@@ -906,6 +909,8 @@ pub(crate) struct Mirror {
     pub group: Option<String>,
     #[command(flatten)]
     pub begin: BeginArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
     /// How far the replica may fall behind while the link keeps up
     #[arg(help_heading = LIMITS, long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
     pub rpo: Duration,
@@ -929,9 +934,6 @@ pub(crate) struct Mirror {
     /// How both sites share their work among threads
     #[arg(long, value_enum, default_value_t = StagesArg::Adaptive, hide = true)]
     pub stages: StagesArg,
-    /// Keep the first interval
-    #[arg(long, hide = true)]
-    pub fixed_interval: bool,
     #[command(flatten)]
     pub metrics: MetricsArg,
 }

@@ -164,9 +164,10 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
                 }
             });
         }
-        Command::Mirror(args) => match &args.group {
-            Some(group) => group_command::mirror(group, args, &state, output)?,
-            None => mirror_command::run(args, &state, output)?,
+        Command::Mirror(args) => match (machine_name::named(&args.source), &args.group) {
+            (_, Some(group)) => group_command::mirror(group, args, &state, output)?,
+            (Some(name), None) => machine::mirror(name, args, &state, output)?,
+            (None, None) => mirror_command::run(args, &state, output)?,
         },
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Track(args) => track::run(args, &state, output)?,

@@ -759,3 +759,109 @@ fn a_vm_with_another_name_is_copied_anew_once_the_former_is_forgotten() {
     assert!(said.contains("vda: copied") && said.contains("t2-vda.img is"), "{said}");
     assert!(sync().ok().text().contains("vda: QEMU's bitmap since"));
 }
+
+/// Waits for the next words in what a mirror says, behind those that were found before.
+struct Said<'a> {
+    world: &'a World,
+    mirror: Background,
+    seen: usize,
+}
+
+impl Said<'_> {
+    fn wait(&mut self, words: &str) {
+        until(words, || {
+            let said = self.mirror.stdout_so_far();
+            assert!(self.mirror.ended().is_none(), "it ended: {said} {}", self.mirror.stderr_so_far());
+            let found = said[self.seen..].find(words);
+            self.seen += found.map_or(0, |at| at + words.len());
+            found.is_some() || self.mirror.stderr_so_far().contains(words)
+        });
+    }
+
+    /// Waits for so many commits from now on.
+    fn passes(&self, count: u64) {
+        let epoch = || {
+            let said = self.world.dsync(&["status", "--json", "vm:t1"]).ok().text();
+            let lines =
+                said.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
+            let group = lines.filter(|line| line["kind"] == "group").next_back().expect("a group");
+            group["epoch"].as_u64().unwrap_or_default()
+        };
+        let before = epoch();
+        until("passes", || epoch() >= before + count);
+    }
+}
+
+impl World {
+    fn mirror(&self) -> Said<'_> {
+        let mirror = self.dsync(&["mirror", "vm:t1", "--rpo", "1s"]).arg(&self.replicas).start();
+        let mut said = Said { world: self, mirror, seen: 0 };
+        said.wait("mirroring vm:t1 to ");
+        said
+    }
+}
+
+#[test]
+fn a_mirror_of_a_vm_goes_on_with_a_new_disk_and_after_a_break() {
+    let Some(world) = World::new("a mirror of a VM by its name") else { return };
+    let nobody = world.dsync(&["mirror", "vm:t9"]).arg(&world.replicas);
+    nobody.code(1).says(&["there is no VM t9 in libvirt"]);
+    world.dsync(&["mirror", "vm:t1", "--rate", "1M"]).arg(&world.replicas).code(2).says(&["--rate: omit it"]);
+    let mut said = world.mirror();
+    said.wait("vda: QEMU's bitmap since dsync-");
+    said.passes(1);
+    let added = world.site.image("c.raw", 8 * MIB);
+    let xml = world.site.path("c.xml");
+    std::fs::write(&xml, disk(&added, 'c', "")).expect("a disk");
+    world.host.virsh(["attach-device", VM, "--live", "--config"]).arg(&xml).ok();
+    said.wait("vdc: compared: a raw image");
+    // How a disk is followed is said once.
+    let text = said.mirror.stdout_so_far();
+    assert_eq!(text.matches("vda: QEMU's bitmap since").count(), 1, "{text}");
+    assert_eq!(text.matches("vdb: compared: ").count(), 1, "{text}");
+    // The replicas are away for a while.
+    let away = world.site.path("away");
+    std::fs::rename(&world.replicas, &away).expect("away");
+    said.wait("; retrying in ");
+    std::fs::rename(&away, &world.replicas).expect("back");
+    said.wait("again, at common epoch");
+    // At its end they have what was written until then.
+    world.host.virsh(["suspend", VM]).ok();
+    said.mirror.signal(Signal::TERM);
+    let ended = said.mirror.output(Duration::from_secs(20));
+    assert!(ended.status.success() && ended.text().contains("group vm.t1 in "), "{ended}");
+    world.clean();
+    world.equal();
+}
+
+#[test]
+fn a_mirror_of_a_vm_waits_while_it_is_off() {
+    let Some(world) = World::new("a mirror of a VM that is off for a while") else { return };
+    let mut said = world.mirror();
+    world.host.kill(VM);
+    said.wait("t1 is off: waiting until it runs");
+    world.host.on(VM);
+    said.wait("vda: compared: its QEMU was started");
+    said.wait("vda: QEMU's bitmap since dsync-");
+    // At its end it is synced all the same.
+    world.host.virsh(["destroy", VM]).ok();
+    said.mirror.signal(Signal::TERM);
+    let ended = said.mirror.output(Duration::from_secs(30));
+    assert!(ended.status.success(), "{ended}");
+    assert!(ended.text().contains("vda: compared: the VM ran at its last sync"), "{ended}");
+    world.equal();
+}
+
+#[test]
+fn a_mirror_of_a_vm_that_is_interrupted_in_its_first_copy_ends_its_job() {
+    let Some(world) = World::new("a mirror of a VM that is interrupted") else { return };
+    let mirror = world.dsync(&["mirror", "vm:t1", "--bwlimit", "1M"]).arg(&world.replicas);
+    let mut mirror = mirror.start();
+    until("the job is there", || {
+        assert!(mirror.ended().is_none(), "it ended: {}", mirror.stderr_so_far());
+        world.host.job(VM).is_some()
+    });
+    mirror.signal(Signal::TERM);
+    assert_eq!(mirror.output(Duration::from_secs(20)).status.code(), Some(130));
+    world.clean();
+}

@@ -23,7 +23,7 @@ use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::reach::effect;
 use crate::reach::location::{Ends, Location};
-use crate::terms::units;
+use crate::terms::{machine_name, units};
 
 const ALONE: &str =
     "--group takes the folder of the replicas alone: the sources are the members of the group";
@@ -121,6 +121,7 @@ pub(crate) fn sync(
     if args.destination.is_some() {
         return Err(Failure::usage(ALONE).into());
     }
+    machine_name::refuse_options(args.machine.any())?;
     let sync = GroupSync::new((name, &args.source), args, steering, state, output)?;
     let group = sync::attach_group(state, name, &crate::reach::source::source_options(&args.open)?)?;
     let pushed = sync.run(group, true);
@@ -174,8 +175,9 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
     if args.destination.is_some() {
         return Err(Failure::usage(ALONE).into());
     }
+    machine_name::refuse_options(args.machine.any())?;
     let destination = Location::folder(&args.source)?;
-    let mirroring = Mirroring::begin(args, state, output)?;
+    let mirroring = Mirroring::begin(args, state, output, || ())?;
     let options = mirror_command::options(args, &mirroring.steering, destination.host.is_some())?;
     let hook = sync_command::hook(&args.hook, name, &args.source);
     let options = mirror_command::held(options, hook.clone());
@@ -279,7 +281,8 @@ impl Teller<'_> {
     }
 }
 
-fn say_end(name: &str, shown: &str, summary: &GroupMirrorSummary, output: &Output) {
+/// Says what a mirror of a group did.
+pub(crate) fn say_end(name: &str, shown: &str, summary: &GroupMirrorSummary, output: &Output) {
     output.say(&format!(
         "group {name} in {shown} is at common epoch {}: {} commits with {} of changes, sent {}, in {}",
         summary.epoch.map_or_else(|| "none".to_owned(), |epoch| epoch.to_string()),

@@ -13,11 +13,14 @@ mod domain;
 mod forget;
 mod job;
 mod made;
+mod mirror;
 mod resting;
 mod running;
 mod verify;
 mod virsh;
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -36,6 +39,7 @@ use crate::terms::machine_name;
 use domain::{Answer, Domain};
 pub(crate) use forget::forget;
 pub(crate) use job::end_interrupted;
+pub(crate) use mirror::mirror;
 pub(crate) use verify::verify;
 use virsh::Virsh;
 
@@ -98,7 +102,12 @@ struct Machine<'a> {
     open: &'a args::SourceArgs,
     state: &'a StateDir,
     output: &'a Output,
+    /// What was said in earlier passes, and is not said again.
+    said: Option<&'a Said>,
 }
+
+/// How each disk was followed last.
+type Said = RefCell<BTreeMap<String, How>>;
 
 /// How a disk is followed, as a line of JSON.
 #[derive(Serialize)]
@@ -121,21 +130,9 @@ pub(crate) fn sync(
 ) -> Result<u8> {
     check(args)?;
     virsh::wait_for(args.far.timeout);
-    let folder = args.destination.as_deref().unwrap_or_default();
     let machine = Machine::find(name, (&args.machine, &args.open), state, output)?;
-    let group = machine.group.clone();
-    let sync = GroupSync::new((&group, folder), args, steering, state, output)?;
-    machine.refuse()?;
-    let _lock = if args.dry_run { None } else { Some(machine.lock()?) };
-    let pushed = match machine.domain.id {
-        Some(_) => machine.sync_running(&sync),
-        None => machine.sync_resting(&sync),
-    };
-    sync.hook.inspect(|hook| hook.end(pushed.is_ok(), output));
-    let Some((summary, members)) = pushed? else { return Ok(0) };
-    group_command::tell(&summary, &members, output);
-    if !args.dry_run {
-        machine.leave_removed(&members)?;
+    if let Some((summary, members)) = machine.pass(args, steering)? {
+        group_command::tell(&summary, &members, output);
     }
     Ok(0)
 }
@@ -195,7 +192,25 @@ impl<'a> Machine<'a> {
         let virsh = Virsh::of(&domain.uuid);
         let name = machine_name::plain(&domain.name, &domain.uuid);
         let group = machine_name::group(&name);
-        Ok(Machine { domain, virsh, name, group, args, open, state, output })
+        Ok(Machine { domain, virsh, name, group, args, open, state, output, said: None })
+    }
+
+    /// Brings the replicas of its disks to one moment.
+    fn pass(&self, args: &args::Sync, steering: &Steering) -> Result<Pushed> {
+        let folder = args.destination.as_deref().unwrap_or_default();
+        let sync = GroupSync::new((&self.group, folder), args, steering, self.state, self.output)?;
+        self.refuse()?;
+        let _lock = if args.dry_run { None } else { Some(self.lock()?) };
+        let pushed = match self.domain.id {
+            Some(_) => self.sync_running(&sync),
+            None => self.sync_resting(&sync),
+        };
+        sync.hook.inspect(|hook| hook.end(pushed.is_ok(), self.output));
+        let pushed = pushed?;
+        if let Some((_, members)) = pushed.as_ref().filter(|_| !args.dry_run) {
+            self.leave_removed(members)?;
+        }
+        Ok(pushed)
     }
 
     /// Refuses a machine with a disk that cannot be copied, unless that is to be left out.
@@ -263,6 +278,10 @@ impl<'a> Machine<'a> {
 
     /// Says of a disk how it is followed.
     fn say(&self, (disk, path): (&str, Option<&Path>), how: How, why: &str) {
+        let before = self.said.and_then(|said| said.borrow_mut().insert(disk.to_owned(), how));
+        if before == Some(how) {
+            return;
+        }
         match how {
             How::Copied => self.output.say(&format!("{disk}: copied: {why}")),
             How::LeftOut => self.output.say(&format!("{disk}: left out: {why}")),
@@ -287,7 +306,7 @@ impl<'a> Machine<'a> {
             }
         }
         for what in &self.domain.also {
-            self.output.warn(&format!(
+            self.output.warn_once(&format!(
                 "{} needs {what} to start elsewhere: copy it by other means",
                 self.domain.name
             ));
