@@ -865,3 +865,22 @@ fn a_mirror_of_a_vm_that_is_interrupted_in_its_first_copy_ends_its_job() {
     assert_eq!(mirror.output(Duration::from_secs(20)).status.code(), Some(130));
     world.clean();
 }
+
+/// A disk of a VM is not synced by itself: the ways out name the VM.
+#[test]
+fn a_replica_of_a_vm_that_was_changed_is_taken_over_with_the_others() {
+    let Some(world) = World::new("a replica of a VM that was changed") else { return };
+    world.sync();
+    world.damage("t1-vda.img");
+    std::fs::File::options()
+        .append(true)
+        .open(world.replica("t1-vda.img"))
+        .and_then(|file| file.set_modified(std::time::SystemTime::now()))
+        .expect("another time");
+    let ways = ["verify vm:t1", "sync vm:t1 --adopt"];
+    let [looks, way] = ways.map(|way| format!("\"dsync {way} {}\"", world.replicas.display()));
+    world.run(&[]).code(4).says(&["t1-vda.img was modified outside dsync", &looks, &way]);
+    world.verify().code(5);
+    world.run(&["--adopt"]).ok();
+    world.sync_paused();
+}

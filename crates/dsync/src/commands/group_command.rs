@@ -100,7 +100,7 @@ impl<'a> GroupSync<'a> {
             if let Some(receiving) = receiving {
                 let _ = receiving.join();
             }
-            Ok(Some(pushed.map_err(|error| destination.named(error))?))
+            Ok(Some(pushed.map_err(|error| of_machine(&group, &shown, destination.named(error)))?))
         })();
         output.finish();
         let closed: Result<(), SourceError> = group.close();
@@ -108,6 +108,20 @@ impl<'a> GroupSync<'a> {
         closed?;
         Ok(pushed)
     }
+}
+
+/// An error about the group of a machine with that in the commands that it names: a disk of it, or its group, is not synced by itself.
+fn of_machine(group: &GroupHandle, folder: &str, error: SyncError) -> SyncError {
+    let Some(machine) = machine_name::of_group(group.name()).map(|plain| format!("vm:{plain}")) else {
+        return error;
+    };
+    let (class, text) = (error.class(), error.to_string());
+    let mut message = text.replace(&format!("--group {}", group.name()), &machine);
+    for (handle, file) in group.members().iter().zip(group.files()) {
+        let ends = format!("{} {}/{file}", handle.about().path.display(), folder.trim_end_matches('/'));
+        message = message.replace(&ends, &format!("{machine} {folder}"));
+    }
+    if message == text { error } else { SyncError::Far { message, class } }
 }
 
 /// Runs the command; its exit code.

@@ -7,7 +7,7 @@ use std::time::UNIX_EPOCH;
 
 use anyhow::Result;
 use device::Format;
-use source::{SourceOptions, Told, ToldChanges};
+use source::{Members, SourceOptions, Told, ToldChanges};
 use sync::{CutHook as _, ToldMember};
 
 use super::carry::Carried;
@@ -137,11 +137,12 @@ impl Machine<'_> {
     pub(super) fn parts(&self) -> Result<Vec<Part>> {
         let checkpoints = self.virsh.checkpoints()?;
         let (qemu, made) = (job::qemu(&self.domain), Made::of(self.state, &self.name));
+        let members = source::group_members(self.state, &self.group)?;
         let mut parts = Vec::new();
         for (target, image) in self.disks() {
             let listed = listed(image);
             let is_listed = listed.is_ok();
-            let path = self.source_of(image)?;
+            let path = self.source_of(image, &members);
             let since = match listed {
                 Err(why) => Err(because(why)),
                 Ok(()) => self.since(&path, &checkpoints)?,
@@ -177,13 +178,16 @@ impl Machine<'_> {
     }
 
     /// The path by which a disk is known: that of the image, or of one beneath it that is a member, as before a snapshot.
-    fn source_of(&self, image: &Image) -> Result<PathBuf> {
-        let members = source::group_members(self.state, &self.group)?;
+    fn source_of(&self, image: &Image, members: &Members) -> PathBuf {
+        // Without another image beneath there is no choice.
+        if image.beneath.is_empty() {
+            return image.path.clone();
+        }
         let is_member = |path: &&PathBuf| {
             let found = self.state.source(&path.to_string_lossy()).ok().flatten();
             found.is_some_and(|(_, known)| members.iter().any(|(_, about, _)| about.uuid == known.uuid))
         };
-        Ok(image.chain().find(is_member).unwrap_or(&image.path).clone())
+        image.chain().find(is_member).unwrap_or(&image.path).clone()
     }
 
     fn say_parts(&self, parts: &[Part]) {
