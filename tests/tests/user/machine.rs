@@ -782,9 +782,9 @@ impl Said<'_> {
     fn passes(&self, count: u64) {
         let epoch = || {
             let said = self.world.dsync(&["status", "--json", "vm:t1"]).ok().text();
-            let lines =
+            let mut lines =
                 said.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
-            let group = lines.filter(|line| line["kind"] == "group").next_back().expect("a group");
+            let group = lines.rfind(|line| line["kind"] == "group").expect("a group");
             group["epoch"].as_u64().unwrap_or_default()
         };
         let before = epoch();
