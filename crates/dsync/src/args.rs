@@ -594,14 +594,14 @@ impl ToldArgs {
     }
 }
 
-/// What a sync of a VM by its name leaves out, and where it takes room.
-#[derive(Debug, Default, Args)]
+/// What a command for a VM by its name leaves out, and where it takes room.
+#[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct MachineArgs {
     /// With vm:NAME, leave out this disk of the VM, by its target such as vdb; may be repeated
     #[arg(long, value_name = "DISK", value_parser = NonEmptyStringValueParser::new())]
     pub without: Vec<String>,
-    /// With vm:NAME, the folder in which QEMU keeps what the VM overwrites during the sync [default: the folder of this QEMU in
+    /// With vm:NAME, the folder in which QEMU keeps what the VM overwrites meanwhile [default: the folder of this QEMU in
     /// /var/lib/libvirt/qemu]
     #[arg(long, value_name = "DIR")]
     pub scratch: Option<PathBuf>,
@@ -698,7 +698,7 @@ impl FarArgs {
 }
 
 /// What of a replica's past is kept.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(next_help_heading = KEPT)]
 pub(crate) struct KeepArgs {
     /// Keep earlier moments of the replica for "dsync rewind": all of the last TIME, or with /TIME one of each such
@@ -742,7 +742,7 @@ pub(crate) enum AdoptArg {
 }
 
 /// How a replica begins where there is a copy already, or where one is missing; and what it keeps of its past.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct BeginArgs {
     /// Take over an existing copy: compare all of it, and overwrite what differs. One of whose data the larger part differs is refused
@@ -810,7 +810,7 @@ impl ConsentArgs {
 }
 
 /// Whether data is compressed.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(next_help_heading = REMOTE)]
 pub(crate) struct CompressArg {
     /// Compress with zstd, at a level from 1 to 19
@@ -890,15 +890,18 @@ pub(crate) struct IntervalArgs {
     /// How fast the interval adapts to the time the replica's site needs, 0 to 1 [default: 0.5]
     #[arg(conflicts_with = "group", long, hide = true, value_name = "FACTOR", value_parser = parse_factor)]
     pub beta: Option<f64>,
+    /// Keep the first interval
+    #[arg(long, hide = true)]
+    pub fixed_interval: bool,
 }
 
 /// `mirror`.
 #[derive(Debug, Args)]
 pub(crate) struct MirrorArgs {
-    /// Served image or its export name, or a tracked device
+    /// Served image or its export name, or a tracked device; vm:NAME for a VM of libvirt on this host, with all its disks
     #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
-    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the replicas
+    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With vm:NAME, and with --group, which has no SRC, the folder of the replicas
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Mirror all members of this group: their replicas are always of one moment
@@ -906,6 +909,8 @@ pub(crate) struct MirrorArgs {
     pub group: Option<String>,
     #[command(flatten)]
     pub begin: BeginArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
     /// How far the replica may fall behind while the link keeps up
     #[arg(help_heading = LIMITS, long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
     pub rpo: Duration,
@@ -929,9 +934,6 @@ pub(crate) struct MirrorArgs {
     /// How both sites share their work among threads
     #[arg(long, value_enum, default_value_t = StagesArg::Adaptive, hide = true)]
     pub stages: StagesArg,
-    /// Keep the first interval
-    #[arg(long, hide = true)]
-    pub fixed_interval: bool,
     #[command(flatten)]
     pub metrics: MetricsArg,
 }
@@ -1244,7 +1246,7 @@ pub(crate) enum With {
 /// `status`.
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
-    /// A source or a replica, in detail [default: a table of all that this host knows; in detail with -v]
+    /// A source, a replica, or a VM of libvirt as vm:NAME, in detail [default: a table of all that this host knows; in detail with -v]
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub path: Option<String>,
     /// Print one line per problem, or "OK"; the exit code is 1 if there is a problem
@@ -1308,10 +1310,10 @@ pub(crate) struct CheckpointArgs {
 /// `forget`.
 #[derive(Debug, Args)]
 pub(crate) struct Forget {
-    /// Source, by path, export name or id; or a replica on this host
+    /// Source, by path, export name or id; vm:NAME for all disks of a VM of libvirt; or a replica on this host
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub what: String,
-    /// Forget only this replica or checkpoint of the source, as "dsync status" names it
+    /// Forget only this replica or checkpoint of the source, as "dsync status" names it; with vm:NAME, the folder of its replicas
     #[arg(value_name = "BOOKMARK")]
     pub bookmark: Option<String>,
     /// Print what would be forgotten and what it costs, and change nothing
@@ -1398,10 +1400,10 @@ pub(crate) struct Combine {
 pub(crate) struct Verify {
     #[command(flatten)]
     pub job: JobArg,
-    /// Image, block device, or export name, on this host or on another
+    /// Image, block device, or export name, on this host or on another; vm:NAME for a VM of libvirt on this host, with all its disks
     #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
-    /// Path of the replica; tls://HOST[:PORT]/DST without ssh
+    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With vm:NAME, the folder of the replicas
     #[arg(value_name = "[[USER@]HOST:]DST")]
     pub destination: String,
     /// Send and commit what differs
@@ -1409,6 +1411,8 @@ pub(crate) struct Verify {
     pub repair: bool,
     #[command(flatten)]
     pub told: MomentArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
     /// Compare only this range of bytes, such as 1G:64M; may be repeated
     #[arg(long = "range", value_name = "OFFSET:LEN", value_parser = parse_range)]
     pub ranges: Vec<std::ops::Range<u64>>,

@@ -124,6 +124,12 @@ pub(crate) fn text(error: &anyhow::Error) -> String {
     if text.contains("(os error 12)") {
         text.push_str(": raise the limit of memory of this process (\"ulimit -v\", LimitAS= of a unit)");
     }
+    // EAGAIN of a thread: its stack found no memory, or there are too many.
+    if text.contains("a thread") && text.contains("(os error 11)") {
+        text.push_str(
+            ": raise the limit of memory of this process (\"ulimit -v\", LimitAS= of a unit), or that of its user's threads (\"ulimit -u\", TasksMax=)",
+        );
+    }
     text
 }
 

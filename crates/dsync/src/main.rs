@@ -164,28 +164,27 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
                 }
             });
         }
-        Command::Mirror(args) => match &args.group {
-            Some(group) => group_command::mirror(group, args, &state, output)?,
-            None => mirror_command::run(args, &state, output)?,
+        Command::Mirror(args) => match (machine_name::named(&args.source), &args.group) {
+            (_, Some(group)) => group_command::mirror(group, args, &state, output)?,
+            (Some(name), None) => machine::mirror(name, args, &state, output)?,
+            (None, None) => mirror_command::run(args, &state, output)?,
         },
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Track(args) => track::run(args, &state, output)?,
         Command::Status(args) => return status(args, &state, output),
         Command::Extract(args) => until_free(&args.wait, output, || pipes::extract(args, &state, output))?,
         Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,
-        Command::Forget(args) => forget::run(args, &state, output)?,
+        Command::Forget(args) => match machine_name::named(&args.what) {
+            Some(name) => machine::forget(name, args, &state, output)?,
+            None => forget::run(args, &state, output)?,
+        },
         Command::Changes(args) => {
             until_free(&args.wait, output, || checkpoint::changes(args, &state, output))?
         }
         Command::Merge(args) => pipes::merge(args, &state, output)?,
         Command::Inspect(args) => delta_files::inspect(args, output)?,
         Command::Combine(args) => delta_files::combine(args, output)?,
-        Command::Verify(args) => {
-            let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
-            return until_free(&args.run.wait, output, || {
-                verify_command::run(args, &steering, &state, output)
-            });
-        }
+        Command::Verify(args) => return verify(args, &state, output),
         Command::Recover(args) => status::recover(args, &state, output)?,
         Command::Rewind(args) => until_free(&args.wait, output, || group_rewind::run(args, &state, output))?,
         Command::Promote(args) => until_free(&args.wait, output, || promote(args, &state, output))?,
@@ -204,6 +203,15 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Names { what } => manual::names(*what, &state)?,
     }
     Ok(0)
+}
+
+/// `dsync verify` of a disk or a machine.
+fn verify(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
+    let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
+    until_free(&args.run.wait, output, || match machine_name::named(&args.source) {
+        Some(name) => machine::verify(name, args, &steering, state, output),
+        None => verify_command::run(args, &steering, state, output),
+    })
 }
 
 /// The forms of `dsync status`.

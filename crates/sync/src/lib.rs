@@ -55,6 +55,7 @@ pub use cut_hook::CutHook;
 pub use delta::Method;
 pub use error::{Class, SyncError};
 pub use extents::{Extent, ListedExtents};
+pub use mirror::attempts::{Attempts, Interruption};
 pub use mirror::batching::Batching;
 pub use mirror::group::{GroupEvent, GroupMirror, GroupMirrorSummary};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Turns};

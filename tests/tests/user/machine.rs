@@ -200,7 +200,7 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     assert_eq!((world.host.job(VM), world.host.checkpoints(VM)), (None, vec![]));
     let mut running = world.begun();
     // Another run waits for the end of this one, or does not.
-    world.run(&[]).code(6).says(&["t1 is synced already, by dsync"]);
+    world.run(&[]).code(6).says(&["t1 is synced or verified already, by dsync"]);
     running.signal(Signal::TERM);
     assert_eq!(running.output(Duration::from_secs(20)).status.code(), Some(130));
     world.clean();
@@ -232,9 +232,7 @@ fn a_sync_of_a_vm_that_is_interrupted_ends_its_job_and_others_are_left_alone() {
     world.run(&["--method", "copy"]).code(2);
     let listed = world.dsync(&["discover"]).ok().text();
     assert!(listed.contains("dsync sync vm:t1 HOST:/srv/vms/"), "{listed}");
-    for command in [&["verify", "vm:t1", "replicas"][..], &["status", "vm:t1"], &["extract", "vm:t1"]] {
-        world.dsync(command).code(2).says(&["which only \"dsync sync vm:t1 DIR\" takes"]);
-    }
+    world.dsync(&["extract", "vm:t1"]).code(2).says(&["vm:t1 is a VM of libvirt, which is not taken here"]);
     let nowhere = world
         .site
         .dsync(["sync", "vm:t1", "replicas"])
@@ -409,6 +407,36 @@ impl World {
     }
 }
 
+/// The same, but once there is this file, libvirt does not answer.
+const HANGS: &str = r#"#!/bin/sh
+[ ! -e "$ONCE" ] || sleep 3600
+exec /usr/bin/virsh "$@"
+"#;
+
+#[test]
+fn a_libvirt_that_hangs_is_not_waited_for_without_end() {
+    let Some(world) = World::new("a VM by its name whose libvirt hangs") else { return };
+    world.sync();
+    let path = world.before_virsh(HANGS);
+    let hangs = world.site.path("hangs");
+    world.host.writes_on(VM);
+    let run = || world.run(&["--bwlimit", "1M", "--timeout", "2s"]).env("PATH", &path).env("ONCE", &hangs);
+    let mut running = run().start();
+    until("the job is there", || {
+        assert!(running.ended().is_none(), "it ended: {}", running.stderr_so_far());
+        world.host.job(VM).is_some()
+    });
+    std::fs::write(&hangs, "").expect("a file");
+    let failed = running.output(Duration::from_secs(60));
+    assert_eq!(failed.status.code(), Some(1), "{failed}");
+    failed.says(&["libvirt hangs: \"virsh ", "has not ended within 2", "\"systemctl status libvirtd\""]);
+    run().code(1).says(&["libvirt hangs: \"virsh dumpxml\" has not ended within 2"]);
+    // The job is still there, and the next run ends it.
+    world.sync();
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
+}
+
 /// QEMU goes on to answer who reads, but shows the present.
 #[test]
 fn what_was_read_of_a_job_that_has_ended_is_not_committed() {
@@ -445,7 +473,7 @@ fn a_vm_that_is_changed_as_its_job_begins_is_begun_anew() {
     let [a, b] = &world.disks();
     one_moment([a, b]);
     world.host.virsh(["destroy", VM]).ok();
-    changed("twice").code(6).says(&["t1 was started or changed while its sync began: run it again"]);
+    changed("twice").code(6).says(&["t1 was started or changed meanwhile: run it again"]);
     world.sync();
     let carried = std::fs::read_to_string(world.replica("t1.xml")).expect("the definition");
     assert!(carried.contains("/twice"), "{carried}");
@@ -551,9 +579,7 @@ fn a_vm_that_was_promoted_is_followed_where_it_is() {
     other.virsh(["destroy", VM]).ok();
     sync();
     // And back, once what was here before is given up.
-    for old in ["a.qcow2", "b.raw", "state/machines/t1.xml"] {
-        world.dsync(&["forget"]).arg(world.site.path(old)).ok();
-    }
+    world.dsync(&["forget", "vm:t1"]).ok();
     promote(&world.site, &back);
     world.host.virsh(["undefine", "--checkpoints-metadata", VM]).ok();
     world.host.virsh(["define"]).arg(&definition).ok();
@@ -563,4 +589,298 @@ fn a_vm_that_was_promoted_is_followed_where_it_is() {
     for _ in 0..2 {
         world.dsync(&["sync", "vm:t1"]).arg(&onward).ok();
     }
+}
+
+impl World {
+    fn verify(&self) -> Run {
+        self.dsync(&["verify", "vm:t1"]).arg(&self.replicas)
+    }
+
+    /// Changes a byte of a replica where its guest never writes, as a disk that fails does.
+    fn damage(&self, name: &str) {
+        let replica = std::fs::File::options().write(true).open(self.replica(name)).expect("a replica");
+        let time = replica.metadata().and_then(|replica| replica.modified()).expect("its time");
+        std::os::unix::fs::FileExt::write_all_at(&replica, b"?", 40 * MIB).expect("damage");
+        replica.set_modified(time).expect("its time");
+    }
+}
+
+#[test]
+fn a_vm_is_verified_while_it_writes_and_what_it_wrote_is_no_difference() {
+    let Some(world) = World::new("a verify of a VM by its name") else { return };
+    world.sync();
+    world.host.writes_on(VM);
+    let said = world.verify().ok();
+    assert!(said.text().contains("vda: QEMU's bitmap since dsync-"), "{said}");
+    assert!(said.text().contains("2 disks verified, 0 with differences, 1 not verified"), "{said}");
+    assert!(
+        said.stderr
+            .contains("vdb: not verified: a raw image, of which libvirt keeps no checkpoint; the next"),
+        "{said}"
+    );
+    assert!(said.text().contains("t1.xml at epoch") && said.text().contains(" changed at the source since)"));
+    world.clean();
+    // The next sync goes on from there.
+    world.host.writes_on(VM);
+    assert!(world.sync_paused().contains("vda: QEMU's bitmap since dsync-"));
+    world.host.writes_on(VM);
+    world.damage("t1-vda.img");
+    let said = world.verify().arg("--json").output();
+    assert_eq!(said.status.code(), Some(5), "{said}");
+    let last: serde_json::Value =
+        serde_json::from_str(said.text().lines().last().expect("a line")).expect("JSON");
+    assert_eq!(last["kind"], "machine-verified");
+    assert_eq!(
+        (&last["differing"][0], last["differing"].as_array().map(Vec::len)),
+        (&last["verified"][0], Some(1))
+    );
+    assert_eq!(last["unverified"], serde_json::json!(["vdb"]));
+    for option in [&["--repair"][..], &["--range", "0:1M"], &["--as", "x"]] {
+        world.verify().args(option).code(2).says(&[option[0], "omit it"]);
+    }
+    // What the refusal of --repair names.
+    world.run(&["--method", "compare"]).ok();
+    world.verify().ok();
+    world.sync_paused();
+}
+
+#[test]
+fn a_vm_that_is_off_is_verified_once_it_was_synced_so() {
+    let Some(world) = World::new("a verify of a VM that is off") else { return };
+    world.sync();
+    world.host.virsh(["destroy", VM]).ok();
+    let refused = world.verify().code(4);
+    refused.says(&["vda: not verified: the VM ran at its last sync; the next sync compares all of it"]);
+    refused.says(&["no disk of t1 can be verified", "run \"dsync sync vm:t1 "]);
+    world.sync();
+    let said = world.verify().ok().text();
+    assert!(said.contains("3 disks verified, 0 with differences, 0 not verified"), "{said}");
+    world.damage("t1-vdb.img");
+    let said = world.verify().code(5).text();
+    assert!(said.contains("3 disks verified, 1 with differences"), "{said}");
+}
+
+#[test]
+fn a_vm_is_one_row_of_the_status_with_its_members_behind_it() {
+    let Some(world) = World::new("the status of a VM by its name") else { return };
+    let status = |words: &[&str]| world.dsync(&["status"]).args(words);
+    status(&["vm:t1"]).code(2).says(&["no VM t1 was synced with this state directory"]);
+    world.sync();
+    let folder = world.replicas.display().to_string();
+    let table = |state: &str| {
+        let said = status(&[]).ok().text();
+        let rows: Vec<&str> = said.lines().skip_while(|line| !line.contains("ROLE")).skip(1).collect();
+        let [row] = rows[..] else { panic!("one row: {said}") };
+        assert!(row.contains("vm:t1  VM") && row.contains(state) && row.ends_with(&folder), "{said}");
+        said
+    };
+    table("synced");
+    let long = status(&["vm:t1"]).ok().text();
+    for disk in ["a.qcow2", "b.raw", "t1.xml"] {
+        assert!(long.contains(&format!("{disk} (")), "{long}");
+    }
+    assert!(long.contains("group vm.t1 of the VM t1: ") && long.contains("last common epoch 1"), "{long}");
+    let lines = status(&["--json"]).ok().text();
+    let of_it = |line: &serde_json::Value| line["group"]["machine"] == "t1";
+    let lines: Vec<serde_json::Value> =
+        lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(lines.iter().filter(|line| line["kind"] == "source" && of_it(line)).count(), 3);
+    assert_eq!(lines.iter().filter(|line| line["kind"] == "group" && line["machine"] == "t1").count(), 1);
+    assert_eq!(status(&["--check"]).ok().text(), "OK\n");
+    assert_eq!(status(&["--check", "vm:t1"]).ok().text(), "OK\n");
+    let metrics = status(&["--prometheus"]).ok().text();
+    assert!(metrics.contains("dsync_replica_lag_seconds{") && !metrics.contains("dsync_source_tracking{"));
+    // What a verify finds of one disk is that of the VM.
+    world.damage("t1-vda.img");
+    world.verify().code(5);
+    assert!(table("! vm:t1  VM    differs").starts_with("! replica differs: "));
+    status(&["--check", "vm:t1"]).code(1);
+    assert!(status(&["vm:t1"]).ok().text().contains("not repaired: dsync sync --method compare vm:t1 DIR"));
+}
+
+#[test]
+fn a_vm_is_forgotten_with_all_that_it_has_left() {
+    let Some(world) = World::new("a VM that is forgotten") else { return };
+    let forget = |words: &[&str]| world.dsync(&["forget", "vm:t1"]).args(words);
+    forget(&[]).code(2).says(&["no VM t1 was synced"]);
+    world.sync();
+    let other = world.site.path("other");
+    std::fs::create_dir(&other).expect("a folder");
+    world.dsync(&["sync", "vm:t1"]).arg(&other).ok();
+    let status = || world.dsync(&["status", "vm:t1"]).ok().text();
+    let of_other = |text: &str| text.lines().filter(|line| line.contains("/other/t1")).count();
+    assert_eq!(of_other(&status()), 3);
+    // One of its folders.
+    let folder = format!("{}/", other.display());
+    assert_eq!(of_other(&forget(&["-n", &folder]).ok().text()), 3);
+    assert_eq!(of_other(&status()), 3);
+    assert_eq!(of_other(&forget(&[&folder]).ok().text()), 3);
+    assert_eq!(of_other(&status()), 0);
+    forget(&[&folder]).code(4).says(&["no replica of t1 in ", "is known"]);
+    forget(&["--replica"]).code(2);
+    assert!(world.sync().text().contains("vda: QEMU's bitmap since"));
+    // All of it.
+    let checkpoints = world.host.checkpoints(VM);
+    assert_eq!(checkpoints.len(), 1);
+    let said = forget(&["-n"]).ok().text();
+    assert_eq!(said.lines().filter(|line| line.contains("would be forgotten")).count(), 3, "{said}");
+    assert_eq!(world.host.checkpoints(VM), checkpoints);
+    forget(&[]).ok();
+    assert_eq!(world.host.checkpoints(VM), [""; 0]);
+    let left: Vec<_> = world.site.state().join("machines").read_dir().expect("a folder").flatten().collect();
+    assert!(left.iter().all(|entry| entry.path().is_dir()), "{left:?}");
+    assert!(!world.dsync(&["status"]).ok().text().contains("vm:t1"));
+    // What was forgotten begins anew, and goes on from there.
+    world.run(&["--adopt"]).ok();
+    assert!(world.sync_paused().contains("vda: QEMU's bitmap since"));
+    // Off, the checkpoint is left until it runs again.
+    world.host.virsh(["destroy", VM]).ok();
+    let said = forget(&[]).ok();
+    said.says(&["is left (the VM is off): \"virsh checkpoint-delete t1 dsync-"]);
+    world.host.on(VM);
+    world.run(&["--adopt"]).ok();
+    world.clean();
+}
+
+#[test]
+fn a_vm_with_another_name_is_copied_anew_once_the_former_is_forgotten() {
+    let Some(world) = World::new("a VM that is renamed") else { return };
+    world.sync();
+    world.host.virsh(["destroy", VM]).ok();
+    let [checkpoint] = &world.host.checkpoints(VM)[..] else { panic!("one checkpoint") };
+    world.host.virsh(["checkpoint-delete", VM, checkpoint, "--metadata"]).ok();
+    world.host.virsh(["domrename", VM, "t2"]).ok();
+    world.host.on("t2");
+    let sync = || world.dsync(&["sync", "vm:t2"]).arg(&world.replicas);
+    sync().code(4).says(&["of t2 was synced as a disk of the VM t1", "run \"dsync forget vm:t1\""]);
+    assert_eq!(world.host.job("t2"), None);
+    world.dsync(&["forget", "vm:t1"]).ok();
+    let said = sync().ok().text();
+    assert!(said.contains("vda: copied") && said.contains("t2-vda.img is"), "{said}");
+    assert!(sync().ok().text().contains("vda: QEMU's bitmap since"));
+}
+
+/// Waits for the next words in what a mirror says, behind those that were found before.
+struct Said<'a> {
+    world: &'a World,
+    mirror: Background,
+    seen: usize,
+}
+
+impl Said<'_> {
+    fn wait(&mut self, words: &str) {
+        until(words, || {
+            let said = self.mirror.stdout_so_far();
+            assert!(self.mirror.ended().is_none(), "it ended: {said} {}", self.mirror.stderr_so_far());
+            let found = said[self.seen..].find(words);
+            self.seen += found.map_or(0, |at| at + words.len());
+            found.is_some() || self.mirror.stderr_so_far().contains(words)
+        });
+    }
+
+    /// Waits for so many commits from now on.
+    fn passes(&self, count: u64) {
+        let epoch = || {
+            let said = self.world.dsync(&["status", "--json", "vm:t1"]).ok().text();
+            let mut lines =
+                said.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
+            let group = lines.rfind(|line| line["kind"] == "group").expect("a group");
+            group["epoch"].as_u64().unwrap_or_default()
+        };
+        let before = epoch();
+        until("passes", || epoch() >= before + count);
+    }
+}
+
+impl World {
+    fn mirror(&self) -> Said<'_> {
+        let mirror = self.dsync(&["mirror", "vm:t1", "--rpo", "1s"]).arg(&self.replicas).start();
+        let mut said = Said { world: self, mirror, seen: 0 };
+        said.wait("mirroring vm:t1 to ");
+        said
+    }
+}
+
+#[test]
+fn a_mirror_of_a_vm_goes_on_with_a_new_disk_and_after_a_break() {
+    let Some(world) = World::new("a mirror of a VM by its name") else { return };
+    let nobody = world.dsync(&["mirror", "vm:t9"]).arg(&world.replicas);
+    nobody.code(1).says(&["there is no VM t9 in libvirt"]);
+    world.dsync(&["mirror", "vm:t1", "--rate", "1M"]).arg(&world.replicas).code(2).says(&["--rate: omit it"]);
+    let mut said = world.mirror();
+    said.wait("vda: QEMU's bitmap since dsync-");
+    said.passes(1);
+    let added = world.site.image("c.raw", 8 * MIB);
+    let xml = world.site.path("c.xml");
+    std::fs::write(&xml, disk(&added, 'c', "")).expect("a disk");
+    world.host.virsh(["attach-device", VM, "--live", "--config"]).arg(&xml).ok();
+    said.wait("vdc: compared: a raw image");
+    // How a disk is followed is said once.
+    let text = said.mirror.stdout_so_far();
+    assert_eq!(text.matches("vda: QEMU's bitmap since").count(), 1, "{text}");
+    assert_eq!(text.matches("vdb: compared: ").count(), 1, "{text}");
+    // The replicas are away for a while.
+    let away = world.site.path("away");
+    std::fs::rename(&world.replicas, &away).expect("away");
+    said.wait("; retrying in ");
+    std::fs::rename(&away, &world.replicas).expect("back");
+    said.wait("again, at common epoch");
+    // At its end they have what was written until then.
+    world.host.virsh(["suspend", VM]).ok();
+    said.mirror.signal(Signal::TERM);
+    let ended = said.mirror.output(Duration::from_secs(20));
+    assert!(ended.status.success() && ended.text().contains("group vm.t1 in "), "{ended}");
+    world.clean();
+    world.equal();
+}
+
+#[test]
+fn a_mirror_of_a_vm_waits_while_it_is_off() {
+    let Some(world) = World::new("a mirror of a VM that is off for a while") else { return };
+    let mut said = world.mirror();
+    world.host.kill(VM);
+    said.wait("t1 is off: waiting until it runs");
+    world.host.on(VM);
+    said.wait("vda: compared: its QEMU was started");
+    said.wait("vda: QEMU's bitmap since dsync-");
+    // At its end it is synced all the same.
+    world.host.virsh(["destroy", VM]).ok();
+    said.mirror.signal(Signal::TERM);
+    let ended = said.mirror.output(Duration::from_secs(30));
+    assert!(ended.status.success(), "{ended}");
+    assert!(ended.text().contains("vda: compared: the VM ran at its last sync"), "{ended}");
+    world.equal();
+}
+
+#[test]
+fn a_mirror_of_a_vm_that_is_interrupted_in_its_first_copy_ends_its_job() {
+    let Some(world) = World::new("a mirror of a VM that is interrupted") else { return };
+    let mirror = world.dsync(&["mirror", "vm:t1", "--bwlimit", "1M"]).arg(&world.replicas);
+    let mut mirror = mirror.start();
+    until("the job is there", || {
+        assert!(mirror.ended().is_none(), "it ended: {}", mirror.stderr_so_far());
+        world.host.job(VM).is_some()
+    });
+    mirror.signal(Signal::TERM);
+    assert_eq!(mirror.output(Duration::from_secs(20)).status.code(), Some(130));
+    world.clean();
+}
+
+/// A disk of a VM is not synced by itself: the ways out name the VM.
+#[test]
+fn a_replica_of_a_vm_that_was_changed_is_taken_over_with_the_others() {
+    let Some(world) = World::new("a replica of a VM that was changed") else { return };
+    world.sync();
+    world.damage("t1-vda.img");
+    std::fs::File::options()
+        .append(true)
+        .open(world.replica("t1-vda.img"))
+        .and_then(|file| file.set_modified(std::time::SystemTime::now()))
+        .expect("another time");
+    let ways = ["verify vm:t1", "sync vm:t1 --adopt"];
+    let [looks, way] = ways.map(|way| format!("\"dsync {way} {}\"", world.replicas.display()));
+    world.run(&[]).code(4).says(&["t1-vda.img was modified outside dsync", &looks, &way]);
+    world.verify().code(5);
+    world.run(&["--adopt"]).ok();
+    world.sync_paused();
 }

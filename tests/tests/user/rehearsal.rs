@@ -172,6 +172,7 @@ fn a_replica_that_nobody_may_write_beside_is_rehearsed() {
     client.write(0, &[7; 4096]).expect("a write");
     assert!(client.read(0, 4096).expect("a read") == [7; 4096]);
     drop(client);
+    server.stop();
     // Read-only, nothing needs a folder of its user's.
     let plain = rehearse(&scene, "now", &[]);
     let mut client = plain.client("vm");
@@ -183,7 +184,6 @@ fn a_replica_that_nobody_may_write_beside_is_rehearsed() {
     assert!(client.read(0, 4096).is_err(), "the moment is gone");
     drop(client);
     plain.kill();
-    server.stop();
 }
 
 #[test]

@@ -100,7 +100,8 @@ fn refuse_both(what: &str, about: &SourceMetadata) -> Result<()> {
     Ok(())
 }
 
-fn source(
+/// Forgets a source.
+pub(crate) fn source(
     place: &Path,
     about: &SourceMetadata,
     dry_run: bool,

@@ -23,7 +23,7 @@ use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::reach::effect;
 use crate::reach::location::{Ends, Location};
-use crate::terms::units;
+use crate::terms::{machine_name, units};
 
 const ALONE: &str =
     "--group takes the folder of the replicas alone: the sources are the members of the group";
@@ -74,6 +74,11 @@ impl<'a> GroupSync<'a> {
         Ok(GroupSync { destination, args, options, hook, state, output })
     }
 
+    /// It only counts.
+    pub(crate) fn is_dry_run(&self) -> bool {
+        self.args.dry_run
+    }
+
     /// Brings the replicas of a group to one moment, with the hook around its cut. `None` if what would be sent is known only once the replicas give up what
     /// they have.
     ///
@@ -95,7 +100,7 @@ impl<'a> GroupSync<'a> {
             if let Some(receiving) = receiving {
                 let _ = receiving.join();
             }
-            Ok(Some(pushed.map_err(|error| destination.named(error))?))
+            Ok(Some(pushed.map_err(|error| of_machine(&group, &shown, destination.named(error)))?))
         })();
         output.finish();
         let closed: Result<(), SourceError> = group.close();
@@ -103,6 +108,20 @@ impl<'a> GroupSync<'a> {
         closed?;
         Ok(pushed)
     }
+}
+
+/// An error about the group of a machine with that in the commands that it names: a disk of it, or its group, is not synced by itself.
+fn of_machine(group: &GroupHandle, folder: &str, error: SyncError) -> SyncError {
+    let Some(machine) = machine_name::of_group(group.name()).map(|plain| format!("vm:{plain}")) else {
+        return error;
+    };
+    let (class, text) = (error.class(), error.to_string());
+    let mut message = text.replace(&format!("--group {}", group.name()), &machine);
+    for (handle, file) in group.members().iter().zip(group.files()) {
+        let ends = format!("{} {}/{file}", handle.about().path.display(), folder.trim_end_matches('/'));
+        message = message.replace(&ends, &format!("{machine} {folder}"));
+    }
+    if message == text { error } else { SyncError::Far { message, class } }
 }
 
 /// Runs the command; its exit code.
@@ -116,6 +135,7 @@ pub(crate) fn sync(
     if args.destination.is_some() {
         return Err(Failure::usage(ALONE).into());
     }
+    machine_name::refuse_options(args.machine.any())?;
     let sync = GroupSync::new((name, &args.source), args, steering, state, output)?;
     let group = sync::attach_group(state, name, &crate::reach::source::source_options(&args.open)?)?;
     let pushed = sync.run(group, true);
@@ -169,8 +189,9 @@ pub(crate) fn mirror(name: &str, args: &args::MirrorArgs, state: &StateDir, outp
     if args.destination.is_some() {
         return Err(Failure::usage(ALONE).into());
     }
+    machine_name::refuse_options(args.machine.any())?;
     let destination = Location::folder(&args.source)?;
-    let mirroring = Mirroring::begin(args, state, output)?;
+    let mirroring = Mirroring::begin(args, state, output, || ())?;
     let options = mirror_command::options(args, &mirroring.steering, destination.host.is_some())?;
     let hook = sync_command::hook(&args.hook, name, &args.source);
     let options = mirror_command::held(options, hook.clone());
@@ -274,7 +295,8 @@ impl Teller<'_> {
     }
 }
 
-fn say_end(name: &str, shown: &str, summary: &GroupMirrorSummary, output: &Output) {
+/// Says what a mirror of a group did.
+pub(crate) fn say_end(name: &str, shown: &str, summary: &GroupMirrorSummary, output: &Output) {
     output.say(&format!(
         "group {name} in {shown} is at common epoch {}: {} commits with {} of changes, sent {}, in {}",
         summary.epoch.map_or_else(|| "none".to_owned(), |epoch| epoch.to_string()),

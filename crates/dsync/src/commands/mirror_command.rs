@@ -19,7 +19,7 @@ use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::reach::effect;
 use crate::reach::location::Ends;
-use crate::terms::units;
+use crate::terms::{machine_name, units};
 
 /// How often -v prints the state.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
@@ -51,7 +51,7 @@ pub(crate) fn options(args: &args::MirrorArgs, steering: &Steering, is_far: bool
             least: args.batches.min_interval.unwrap_or(Duration::from_millis(10)),
             rpo: args.rpo,
             rate: args.rate,
-            adaptive: !args.fixed_interval,
+            adaptive: !args.batches.fixed_interval,
         },
         here: args.stages.into(),
         there: args.stages.into(),
@@ -79,7 +79,8 @@ pub(crate) fn run(args: &args::MirrorArgs, state: &StateDir, output: &Output) ->
     }
     let destination = &ends.destination;
     units::check_rates(&[("--rate", args.rate)])?;
-    let mirroring = Mirroring::begin(args, state, output)?;
+    machine_name::refuse_options(args.machine.any())?;
+    let mirroring = Mirroring::begin(args, state, output, || ())?;
     effect::on_way(&ends, &args.far, output);
     let options = options(args, &mirroring.steering, destination.host.is_some())?;
     let (path, name) = destination.place()?;

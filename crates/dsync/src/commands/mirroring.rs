@@ -37,7 +37,13 @@ pub(crate) struct Mirroring {
 
 impl Mirroring {
     /// Follows what steers a mirror from outside, from now on.
-    pub(crate) fn begin(args: &args::MirrorArgs, state: &StateDir, output: &Output) -> Result<Mirroring> {
+    /// `tidy` is called before a signal ends the program at once.
+    pub(crate) fn begin(
+        args: &args::MirrorArgs,
+        state: &StateDir,
+        output: &Output,
+        tidy: fn(),
+    ) -> Result<Mirroring> {
         let steering = Steering::begin(args.far.bwlimit.as_ref(), true, output)?;
         // A mirror runs in the background all the time: give priority to the disk's writers.
         let _ = rustix::process::nice(10);
@@ -52,13 +58,13 @@ impl Mirroring {
             manager: Arc::new(Manager::find(output)),
             _metrics: metrics,
         };
-        mirroring.on_signals(output.alike())?;
+        mirroring.on_signals(output.alike(), tidy)?;
         Ok(mirroring)
     }
 
     /// The first signal requests an orderly end, the second ends at once. Before there is anything to end, the first
     /// one does.
-    fn on_signals(&self, output: Output) -> Result<()> {
+    fn on_signals(&self, output: Output, tidy: fn()) -> Result<()> {
         use signal_hook::consts::{SIGINT, SIGTERM};
         let (stop, begun, manager) = (self.stop.clone(), self.begun.clone(), self.manager.clone());
         let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
@@ -77,6 +83,7 @@ impl Mirroring {
                         &format!("interrupted: {replica}, and the same command resumes from there"),
                         failure::INTERRUPTED,
                     );
+                    tidy();
                     std::process::exit(failure::INTERRUPTED.into());
                 }
             }

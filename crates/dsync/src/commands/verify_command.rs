@@ -12,31 +12,15 @@ use crate::jobs::steering::{self, Steering};
 use crate::output::Output;
 use crate::reach::effect;
 use crate::reach::location::Ends;
-use crate::terms::units;
+use crate::terms::{machine_name, units};
 
 /// Runs the command; its exit code.
 pub(crate) fn run(args: &args::Verify, steering: &Steering, state: &StateDir, output: &Output) -> Result<u8> {
     let ends = Ends::parse(&args.source, &args.destination)?;
-    units::check_rates(&[("--rate", args.rate)])?;
+    machine_name::refuse_options(args.machine.any())?;
+    check_rate(args)?;
     steering::refuse_hours(&args.far, &ends)?;
-    if args.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {
-        return Err(Failure::usage(
-            "--rate needs 16K or more: a slower reader could not be stopped for minutes",
-        )
-        .into());
-    }
-    let options = VerifyOptions {
-        repair: args.repair,
-        commit: args.commit.unwrap_or(args::CommitArg::Journal).into(),
-        ranges: args.ranges.clone(),
-        hash: args.hash.into(),
-        rate: args.rate,
-        bwlimit: steering.pace.clone(),
-        polite: args.far.polite,
-        keep_going: args.keep_going,
-        journal_dir: args.far.journal_dir.clone(),
-        way: Way::to(ends.far().is_some()),
-    };
+    let options = options(args, steering, ends.far().is_some());
     if args.told.moment.is_some() && args.told.called.is_none() {
         return Err(Failure::usage(
             "--moment needs --as NAME here: the name that the last sync gave to this moment",
@@ -70,19 +54,53 @@ pub(crate) fn run(args: &args::Verify, steering: &Steering, state: &StateDir, ou
         output.finish();
         crate::reach::source::close(handle, verified)?
     };
+    Ok(tell(&verified, output))
+}
+
+/// Refuses a rate that is not one.
+///
+/// # Errors
+/// Bad usage.
+pub(crate) fn check_rate(args: &args::Verify) -> Result<()> {
+    units::check_rates(&[("--rate", args.rate)])?;
+    if args.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {
+        let how = "--rate needs 16K or more: a slower reader could not be stopped for minutes";
+        return Err(Failure::usage(how).into());
+    }
+    Ok(())
+}
+
+/// Options from the arguments; `is_far`: one end is on another host.
+pub(crate) fn options(args: &args::Verify, steering: &Steering, is_far: bool) -> VerifyOptions {
+    VerifyOptions {
+        repair: args.repair,
+        commit: args.commit.unwrap_or(args::CommitArg::Journal).into(),
+        ranges: args.ranges.clone(),
+        hash: args.hash.into(),
+        rate: args.rate,
+        bwlimit: steering.pace.clone(),
+        polite: args.far.polite,
+        keep_going: args.keep_going,
+        journal_dir: args.far.journal_dir.clone(),
+        way: Way::to(is_far),
+    }
+}
+
+/// Says what was found; the exit code for it.
+pub(crate) fn tell(verified: &Verified, output: &Output) -> u8 {
     verified.recovered.iter().for_each(|recovered| output.warn(recovered));
-    say(&verified, output);
+    say(verified, output);
     verified.warnings.iter().for_each(|warning| output.warn(&format!("{}: {warning}", verified.destination)));
-    output.summary(&verified);
+    output.summary(verified);
     let unread = verified.unreadable.extents > 0;
     let unmended = !verified.repaired && verified.unreadable_there.extents > 0;
-    Ok(if unread || unmended {
+    if unread || unmended {
         FAILED
     } else if verified.differs() {
         DIFFERS
     } else {
         0
-    })
+    }
 }
 
 fn say(verified: &Verified, output: &Output) {

@@ -57,16 +57,28 @@ impl Carried {
             move |error: io::Error| Failure::failed(format!("{text}: {error}"))
         };
         device::Dir::open(&folder).map_err(failed(&folder))?;
-        let path = folder.join(format!("{name}.xml"));
+        let [path, of_nvram] = files(state, name);
         let was = path.metadata().map_or(0, |file| file.len() as usize);
         put(&path, &padded(&self.definition, was)).map_err(failed(&path))?;
         let mut paths = vec![path];
         if let Some(nvram) = &self.nvram {
-            let path = folder.join(format!("{name}.nvram"));
-            put(&path, nvram).map_err(failed(&path))?;
-            paths.push(path);
+            put(&of_nvram, nvram).map_err(failed(&of_nvram))?;
+            paths.push(of_nvram);
         }
         Ok(paths)
+    }
+}
+
+/// The files of the machine with this plain name.
+pub(super) fn files(state: &StateDir, name: &str) -> [PathBuf; 2] {
+    ["xml", "nvram"].map(|end| state.machines_folder().join(format!("{name}.{end}")))
+}
+
+/// Removes a file, if it is there.
+pub(super) fn remove(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }
 

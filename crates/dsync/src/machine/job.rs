@@ -6,7 +6,7 @@
 //!
 //! - *The job is ours by its socket*, which is in the folder of this QEMU: one that a killed run left is ended by the next, and that of another
 //!   program is never touched. The lock of the machine keeps two runs apart.
-//! - *A checkpoint is kept as long as a disk counts from it*: one whose name is that of the last moment of a source. All others that were made for this
+//! - *A checkpoint is kept as long as a disk counts from it*: one with a bitmap of that disk, whose name is that of the last moment of its source. All others that were made for this
 //!   state directory (`made.rs`) go, after a success as after a failure.
 //! - *A bitmap is believed only of an image that this very QEMU has had open since*: whoever writes to an image while the machine is off, or puts another
 //!   in its place, is not seen by it.
@@ -20,8 +20,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use roxmltree::Document;
-use source::{StateDir, Still};
+use source::{Handle, SourceError, StateDir, Still};
 
+use super::Untold;
 use super::domain::Domain;
 use super::made::Made;
 use super::virsh::{Virsh, quoted, quoted_path};
@@ -46,7 +47,20 @@ pub(super) struct Part {
     pub is_listed: bool,
     /// Names the image as it is open in this QEMU; `None` if that is not known.
     pub mark: Option<String>,
-    pub since: Result<String, String>,
+    pub since: Result<String, Untold>,
+}
+
+impl Part {
+    /// Takes what its source knows against its bitmap.
+    ///
+    /// # Errors
+    /// If that cannot be asked.
+    pub(super) fn doubt(&mut self, handle: &Handle) -> Result<(), SourceError> {
+        if let (Ok(_), Some(why)) = (&self.since, handle.lost()?) {
+            self.since = Err(Untold::Because(why.to_string()));
+        }
+        Ok(())
+    }
 }
 
 /// Where the job of a machine is, and what is left when it ends.
@@ -59,8 +73,8 @@ pub(super) struct Job {
     state: StateDir,
     /// The machine's name where only some characters are allowed.
     plain: String,
-    /// Those by which its disks may be known.
-    paths: Vec<PathBuf>,
+    /// Its disks by their targets, with the paths by which each may be known.
+    paths: Vec<(String, PathBuf)>,
 }
 
 /// A run that has a job, or may have. It ends with this.
@@ -88,7 +102,10 @@ impl Job {
             scratch: scratch.to_string_lossy().into_owned(),
             state: state.clone(),
             plain: plain.to_owned(),
-            paths: domain.followed().flat_map(|(_, image)| image.chain().cloned()).collect(),
+            paths: domain
+                .followed()
+                .flat_map(|(target, image)| image.chain().map(|path| (target.to_owned(), path.clone())))
+                .collect(),
         })
     }
 
@@ -172,7 +189,7 @@ impl Job {
                 )));
             }
             for part in lost {
-                part.since = Err(format!("QEMU's bitmap does not hold: {why}"));
+                part.since = Err(Untold::Because(format!("QEMU's bitmap does not hold: {why}")));
             }
         }
     }
@@ -198,19 +215,15 @@ impl Job {
         let said = |error: Failure| error.to_string();
         let checkpoints = self.virsh.checkpoints().map_err(said)?;
         let mut wanted = BTreeSet::new();
-        for path in &self.paths {
-            let moment = source::last_moment(&self.state, path).map_err(|error| error.to_string())?;
-            wanted.extend(moment.and_then(|moment| moment.name));
-        }
         let mut made = Made::of(&self.state, &self.plain);
+        for (target, path) in &self.paths {
+            let moment = source::last_moment(&self.state, path).map_err(|error| error.to_string())?;
+            wanted.extend(moment.and_then(|moment| moment.name).filter(|name| made.is_of(name, target)));
+        }
         let mut wrong = Vec::new();
         let ours = made.names();
         for name in checkpoints.iter().filter(|name| ours.contains(&***name) && !wanted.contains(*name)) {
-            let mut deleted = self.virsh.delete_checkpoint(name, false).map_err(said)?;
-            // Where QEMU was killed, only the name is left.
-            if deleted.as_ref().is_err_and(|why| why.contains(&format!("bitmap '{name}' not found"))) {
-                deleted = self.virsh.delete_checkpoint(name, true).map_err(said)?;
-            }
+            let deleted = self.virsh.delete_checkpoint(name).map_err(said)?;
             wrong.extend(deleted.err().map(|why| {
                 format!(
                     "checkpoint {name} of {} is left, and slows it down until it is deleted: {why}",

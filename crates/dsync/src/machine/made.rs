@@ -38,6 +38,11 @@ impl Made {
         self.entries.iter().any(is)
     }
 
+    /// True if the checkpoint has a bitmap of this disk.
+    pub(super) fn is_of(&self, checkpoint: &str, disk: &str) -> bool {
+        self.entries.iter().any(|entry| entry.checkpoint == checkpoint && entry.disk == disk)
+    }
+
     /// The names of the checkpoints.
     pub(super) fn names(&self) -> BTreeSet<&str> {
         self.entries.iter().map(|entry| &*entry.checkpoint).collect()
@@ -60,6 +65,14 @@ impl Made {
         });
         self.entries.extend(new);
         self.write()
+    }
+
+    /// Removes the list.
+    ///
+    /// # Errors
+    /// If that fails.
+    pub(super) fn remove(self) -> std::io::Result<()> {
+        super::carry::remove(&self.path)
     }
 
     /// Forgets all but these checkpoints.

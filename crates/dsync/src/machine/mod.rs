@@ -1,4 +1,4 @@
-//! `dsync sync vm:NAME`: a virtual machine of libvirt with all its disks, as a group. Beneath it is nothing new: one conversation, and one commit of all
+//! `vm:NAME`: a virtual machine of libvirt with all its disks, as a group. Beneath it is nothing new: a sync is one conversation, and one commit of all
 //! members.
 //!
 //! - While it *runs*, one backup job shows all disks as of one moment (`job.rs`), and tells of each disk what was written since the moment before, where
@@ -7,20 +7,27 @@
 //! - Its *definition*, and its NVRAM, are members as well (`carry.rs`): read before and after the moment, and the same.
 
 mod carry;
+mod child;
 mod define;
 mod domain;
+mod forget;
 mod job;
 mod made;
+mod mirror;
 mod resting;
 mod running;
+mod verify;
 mod virsh;
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use device::{Dir, FolderLock};
 use serde::Serialize;
-use source::{SourceOptions, StateDir};
+use source::{SourceMembership, SourceOptions, StateDir};
 use sync::{GroupSummary, Summary, ToldMember};
 
 use crate::args;
@@ -30,11 +37,52 @@ use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::terms::machine_name;
 use domain::{Answer, Domain};
+pub(crate) use forget::forget;
 pub(crate) use job::end_interrupted;
+pub(crate) use mirror::mirror;
+pub(crate) use verify::verify;
 use virsh::Virsh;
 
-/// Of a disk that is no source yet.
-const NEW: &str = "it was not synced yet";
+/// Why it is not told what was written to a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Untold {
+    /// It is no source yet.
+    New,
+    Because(String),
+}
+
+impl fmt::Display for Untold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Untold::New => "it was not synced yet",
+            Untold::Because(why) => why,
+        })
+    }
+}
+
+/// How a disk is followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum How {
+    /// By a bitmap of QEMU.
+    Bitmap,
+    /// Read on both sides.
+    Compared,
+    /// For the first time.
+    Copied,
+    /// Nothing was written to it.
+    Still,
+    /// It is no part of the copy.
+    LeftOut,
+    /// Its replica is not verified.
+    Unverified,
+}
+
+impl From<&Untold> for How {
+    fn from(why: &Untold) -> How {
+        if *why == Untold::New { How::Copied } else { How::Compared }
+    }
+}
 
 /// The names of the machines on this host. Of a user's own libvirt, which a question would start, none is known.
 pub(crate) fn names() -> Vec<String> {
@@ -48,22 +96,27 @@ struct Machine<'a> {
     virsh: Virsh,
     /// Its name where only some characters are allowed.
     name: String,
-    /// That of its group.
+    /// The name of its group.
     group: String,
-    args: &'a args::Sync,
+    args: &'a args::MachineArgs,
+    open: &'a args::SourceArgs,
     state: &'a StateDir,
     output: &'a Output,
+    /// What was said in earlier passes, and is not said again.
+    said: Option<&'a Said>,
 }
 
-/// How a disk is followed.
+/// How each disk was followed last.
+type Said = RefCell<BTreeMap<String, How>>;
+
+/// How a disk is followed, as a line of JSON.
 #[derive(Serialize)]
 struct Told<'a> {
     kind: &'static str,
     machine: &'a str,
     disk: &'a str,
     path: Option<&'a Path>,
-    /// `bitmap`, `compared`, `copied`, `still` or `left-out`.
-    how: &'static str,
+    how: How,
     why: &'a str,
 }
 
@@ -76,21 +129,10 @@ pub(crate) fn sync(
     output: &Output,
 ) -> Result<u8> {
     check(args)?;
-    let folder = args.destination.as_deref().unwrap_or_default();
-    let machine = Machine::find(name, (args, state, output))?;
-    let group = machine.group.clone();
-    let sync = GroupSync::new((&group, folder), args, steering, state, output)?;
-    machine.refuse()?;
-    let _lock = if args.dry_run { None } else { Some(machine.lock()?) };
-    let pushed = match machine.domain.id {
-        Some(_) => machine.sync_running(&sync),
-        None => machine.sync_resting(&sync),
-    };
-    sync.hook.inspect(|hook| hook.end(pushed.is_ok(), output));
-    let Some((summary, members)) = pushed? else { return Ok(0) };
-    group_command::tell(&summary, &members, output);
-    if !args.dry_run {
-        machine.leave_removed(&members)?;
+    virsh::wait_for(args.far.timeout);
+    let machine = Machine::find(name, (&args.machine, &args.open), state, output)?;
+    if let Some((summary, members)) = machine.pass(args, steering)? {
+        group_command::tell(&summary, &members, output);
     }
     Ok(0)
 }
@@ -110,15 +152,35 @@ fn check(args: &args::Sync) -> Result<(), Failure> {
         ("--freeze", args.live.freeze.is_some()),
     ];
     match given.into_iter().find(|(_, given)| *given) {
-        Some((option, _)) => Err(Failure::usage(format!("vm:NAME does not take {option}: omit it"))),
+        Some((option, _)) => Err(refuse_option(option)),
         None => Ok(()),
     }
+}
+
+fn refuse_option(option: &str) -> Failure {
+    Failure::usage(format!("vm:NAME does not take {option}: omit it"))
+}
+
+/// Keeps other runs away for the machine with this name and this group.
+fn lock((name, group): (&str, &str), state: &StateDir) -> Result<FolderLock, Failure> {
+    let place = match rustix::process::geteuid().is_root() {
+        true => trackers::run_folder(),
+        false => state.path().to_path_buf(),
+    };
+    let place = place.join("machines").join(group);
+    let taken = Dir::open(&place).and_then(|_| FolderLock::take(&place));
+    let failed = |error| Failure::failed(format!("cannot lock {}: {error}", place.display()));
+    taken.map_err(failed)?.map_err(|holder| {
+        Failure::busy(format!("{name} is synced or verified already, by {holder}: wait for its end"))
+    })
 }
 
 impl<'a> Machine<'a> {
     fn find(
         name: &str,
-        (args, state, output): (&'a args::Sync, &'a StateDir, &'a Output),
+        (args, open): (&'a args::MachineArgs, &'a args::SourceArgs),
+        state: &'a StateDir,
+        output: &'a Output,
     ) -> Result<Machine<'a>, Failure> {
         let domain = Domain::read(&virsh::look_up(name)?)?;
         if domain.name != name {
@@ -130,66 +192,105 @@ impl<'a> Machine<'a> {
         let virsh = Virsh::of(&domain.uuid);
         let name = machine_name::plain(&domain.name, &domain.uuid);
         let group = machine_name::group(&name);
-        Ok(Machine { domain, virsh, name, group, args, state, output })
+        Ok(Machine { domain, virsh, name, group, args, open, state, output, said: None })
+    }
+
+    /// Brings the replicas of its disks to one moment.
+    fn pass(&self, args: &args::Sync, steering: &Steering) -> Result<Pushed> {
+        let folder = args.destination.as_deref().unwrap_or_default();
+        let sync = GroupSync::new((&self.group, folder), args, steering, self.state, self.output)?;
+        self.refuse()?;
+        let _lock = if args.dry_run { None } else { Some(self.lock()?) };
+        let pushed = match self.domain.id {
+            Some(_) => self.sync_running(&sync),
+            None => self.sync_resting(&sync),
+        };
+        sync.hook.inspect(|hook| hook.end(pushed.is_ok(), self.output));
+        let pushed = pushed?;
+        if let Some((_, members)) = pushed.as_ref().filter(|_| !args.dry_run) {
+            self.leave_removed(members)?;
+        }
+        Ok(pushed)
     }
 
     /// Refuses a machine with a disk that cannot be copied, unless that is to be left out.
-    fn refuse(&self) -> Result<(), Failure> {
-        let (name, without) = (&self.domain.name, &self.args.machine.without);
-        let has = |target: &String| self.domain.disks.iter().any(|disk| disk.target == *target);
-        if let Some(unknown) = without.iter().find(|target| !has(target)) {
-            return Err(Failure::usage(format!(
-                "{name} has no disk {unknown}, which --without names: \"virsh domblklist {name}\" lists them"
-            )));
-        }
+    fn refuse(&self) -> Result<()> {
+        self.refuse_unknown()?;
+        self.refuse_renamed()?;
+        let (name, without) = (&self.domain.name, &self.args.without);
         for disk in self.domain.disks.iter().filter(|disk| !without.contains(&disk.target)) {
             if let Answer::Refused(why) = &disk.answer {
                 return Err(Failure::refused(format!(
                     "{} of {name} cannot be copied, as it is {why}: leave it out with --without {0}, and copy it by other means",
                     disk.target
-                )));
+                ))
+                .into());
             }
         }
         match self.disks().next() {
             Some(_) => Ok(()),
             None => Err(Failure::refused(format!(
                 "{name} has no disk that can be copied: \"virsh domblklist {name}\" lists its disks"
+            ))
+            .into()),
+        }
+    }
+
+    /// Refuses a machine whose disks are those of another one here, as after it got another name.
+    fn refuse_renamed(&self) -> Result<()> {
+        for (_, image) in self.disks() {
+            let Some((place, about)) = self.state.source(&image.path.to_string_lossy())? else { continue };
+            let group =
+                SourceMembership::read(&Dir::existing(&place)?)?.filter(|group| group.name != self.group);
+            if let Some(old) = group.as_ref().and_then(|group| machine_name::of_group(&group.name)) {
+                return Err(Failure::refused(format!(
+                    "{} of {} was synced as a disk of the VM {old}: if that is this VM by its former name, or is gone, run \"dsync forget vm:{old}\", and the \
+                     next sync copies the disks anew",
+                    about.path.display(),
+                    self.domain.name
+                ))
+                .into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses to leave out what the machine does not have.
+    fn refuse_unknown(&self) -> Result<(), Failure> {
+        let has = |target: &String| self.domain.disks.iter().any(|disk| disk.target == *target);
+        match self.args.without.iter().find(|target| !has(target)) {
+            Some(unknown) => Err(Failure::usage(format!(
+                "{0} has no disk {unknown}, which --without names: \"virsh domblklist {0}\" lists them",
+                self.domain.name
             ))),
+            None => Ok(()),
         }
     }
 
     /// The disks that are followed.
     fn disks(&self) -> impl Iterator<Item = (&str, &domain::Image)> {
-        self.domain
-            .followed()
-            .filter(|(target, _)| !self.args.machine.without.iter().any(|out| out == target))
+        self.domain.followed().filter(|(target, _)| !self.args.without.iter().any(|out| out == target))
     }
 
     /// Keeps other runs for this machine away.
     fn lock(&self) -> Result<FolderLock, Failure> {
-        let place = match rustix::process::geteuid().is_root() {
-            true => trackers::run_folder(),
-            false => self.state.path().to_path_buf(),
-        };
-        let place = place.join("machines").join(&self.group);
-        let taken = Dir::open(&place).and_then(|_| FolderLock::take(&place));
-        let failed = |error| Failure::failed(format!("cannot lock {}: {error}", place.display()));
-        taken.map_err(failed)?.map_err(|holder| {
-            Failure::busy(format!("{} is synced already, by {holder}: wait for its end", self.domain.name))
-        })
+        lock((&self.domain.name, &self.group), self.state)
     }
 
     /// Says of a disk how it is followed.
-    fn say(&self, (disk, path): (&str, Option<&Path>), how: &'static str, why: &str) {
-        let how = if why == NEW { "copied" } else { how };
-        let text = match how {
-            "copied" => format!("{disk}: copied: {why}"),
-            "left-out" => format!("{disk}: left out: {why}"),
-            "still" => format!("{disk}: not read: {why}"),
-            "bitmap" => format!("{disk}: QEMU's bitmap since {why}"),
-            _ => format!("{disk}: compared: {why}"),
-        };
-        self.output.say(&text);
+    fn say(&self, (disk, path): (&str, Option<&Path>), how: How, why: &str) {
+        let before = self.said.and_then(|said| said.borrow_mut().insert(disk.to_owned(), how));
+        if before == Some(how) {
+            return;
+        }
+        match how {
+            How::Copied => self.output.say(&format!("{disk}: copied: {why}")),
+            How::LeftOut => self.output.say(&format!("{disk}: left out: {why}")),
+            How::Still => self.output.say(&format!("{disk}: not read: {why}")),
+            How::Bitmap => self.output.say(&format!("{disk}: QEMU's bitmap since {why}")),
+            How::Compared => self.output.say(&format!("{disk}: compared: {why}")),
+            How::Unverified => self.output.warn(&format!("{disk}: not verified: {why}")),
+        }
         let machine = &self.domain.name;
         self.output.status(&Told { kind: "machine-disk", machine, disk, path, how, why });
     }
@@ -198,15 +299,15 @@ impl<'a> Machine<'a> {
     fn say_left_out(&self) {
         for disk in &self.domain.disks {
             match &disk.answer {
-                _ if self.args.machine.without.contains(&disk.target) => {
-                    self.say((&disk.target, None), "left-out", "by --without");
+                _ if self.args.without.contains(&disk.target) => {
+                    self.say((&disk.target, None), How::LeftOut, "by --without");
                 }
-                Answer::LeftOut(why) => self.say((&disk.target, None), "left-out", why),
+                Answer::LeftOut(why) => self.say((&disk.target, None), How::LeftOut, why),
                 _ => {}
             }
         }
         for what in &self.domain.also {
-            self.output.warn(&format!(
+            self.output.warn_once(&format!(
                 "{} needs {what} to start elsewhere: copy it by other means",
                 self.domain.name
             ));
@@ -215,7 +316,7 @@ impl<'a> Machine<'a> {
 
     /// A disk as a member of the group.
     fn member(&self, target: &str, path: &Path, options: SourceOptions) -> Result<ToldMember> {
-        let given = crate::reach::source::source_options(&self.args.open)?;
+        let given = crate::reach::source::source_options(self.open)?;
         let options = SourceOptions {
             block_size: given.block_size,
             trust_device: given.trust_device,

@@ -4,15 +4,17 @@ use std::path::Path;
 
 use anyhow::Result;
 use device::Format;
-use source::SourceOptions;
+use source::{GroupHandle, Handle, SourceOptions};
+use sync::ToldMember;
 
 use super::carry::Carried;
-use super::domain::Domain;
-use super::{Machine, NEW, Pushed};
+use super::domain::{Domain, Image};
+use super::{How, Machine, Pushed, Untold};
 use crate::commands::group_command::GroupSync;
 use crate::failure::Failure;
 
 /// How the disks are read.
+const STILL: &str = "the VM is off, and nothing was written since its last sync";
 const OFF: &str = "the VM is off; if it was not written to since it was synced so, it is not read";
 
 impl Machine<'_> {
@@ -21,48 +23,58 @@ impl Machine<'_> {
         self.say_left_out();
         let mut members = Vec::new();
         for (target, image) in self.disks() {
-            if !image.beneath.is_empty() {
-                return Err(self.refuse_overlay(target).into());
-            }
-            let format = image.is_qcow2.then_some(Format::Qcow2);
-            let options = SourceOptions { format, ..SourceOptions::default() };
-            members.push(self.member(target, &image.path, options)?);
+            members.push(self.resting(target, image)?);
         }
-        if self.args.dry_run {
+        if sync.is_dry_run() {
             for (target, image) in self.disks() {
-                self.say((target, Some(&image.path)), "compared", OFF);
+                self.say((target, Some(&image.path)), How::Compared, OFF);
             }
             return Ok(None);
         }
         let before = Carried::read(&self.virsh, &self.domain)?;
         members.extend(self.carried(before.write(self.state, &self.name)?));
         let group = sync::attach_told_group(self.state, &self.group, &members)?;
-        // From here on no QEMU opens them.
-        let now = Domain::read(&self.virsh.text()?)?;
-        if now.id.is_some()
-            || now.disks != self.domain.disks
-            || Carried::read(&self.virsh, &self.domain)? != before
-        {
-            group.close()?;
-            let name = &self.domain.name;
-            return Err(Failure::busy(format!(
-                "{name} was started or changed while its sync began: run it again"
-            ))
-            .into());
-        }
+        let group = self.still_off(group, &before)?;
         for ((target, image), handle) in self.disks().zip(group.members()) {
             let known = handle.last_epoch()?.is_some();
-            let (how, why) = match handle.lost()? {
-                Some(_) if self.ran(&image.path)? => ("compared", "the VM ran at its last sync".into()),
-                Some(why) => ("compared", why.to_string()),
-                None if known => {
-                    ("still", "the VM is off, and nothing was written since its last sync".into())
-                }
-                None => ("compared", NEW.into()),
+            let (how, why) = match self.untold(&image.path, handle)? {
+                Some(why) => (How::Compared, why),
+                None if known => (How::Still, STILL.into()),
+                None => (How::Copied, Untold::New.to_string()),
             };
             self.say((target, Some(&image.path)), how, &why);
         }
         sync.run(group, true)
+    }
+
+    /// A disk at rest as a member of the group.
+    pub(super) fn resting(&self, target: &str, image: &Image) -> Result<ToldMember> {
+        if !image.beneath.is_empty() {
+            return Err(self.refuse_overlay(target).into());
+        }
+        let format = image.is_qcow2.then_some(Format::Qcow2);
+        self.member(target, &image.path, SourceOptions { format, ..SourceOptions::default() })
+    }
+
+    /// The members, which are locked now, unless the machine was started or changed before.
+    pub(super) fn still_off(&self, group: GroupHandle, before: &Carried) -> Result<GroupHandle> {
+        // From here on no QEMU opens them.
+        let now = Domain::read(&self.virsh.text()?)?;
+        let same = now.id.is_none() && now.disks == self.domain.disks;
+        if same && Carried::read(&self.virsh, &self.domain)? == *before {
+            return Ok(group);
+        }
+        group.close()?;
+        let name = &self.domain.name;
+        Err(Failure::busy(format!("{name} was started or changed meanwhile: run it again")).into())
+    }
+
+    /// Why it is not known what was written to a disk at rest since its last sync.
+    pub(super) fn untold(&self, path: &Path, handle: &Handle) -> Result<Option<String>> {
+        Ok(match handle.lost()? {
+            Some(_) if self.ran(path)? => Some("the VM ran at its last sync".into()),
+            lost => lost.map(|why| why.to_string()),
+        })
     }
 
     /// True if what was read last of a disk was a moment of the machine as it ran.

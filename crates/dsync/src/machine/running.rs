@@ -7,14 +7,14 @@ use std::time::UNIX_EPOCH;
 
 use anyhow::Result;
 use device::Format;
-use source::{SourceOptions, Told, ToldChanges};
-use sync::CutHook as _;
+use source::{Members, SourceOptions, Told, ToldChanges};
+use sync::{CutHook as _, ToldMember};
 
 use super::carry::Carried;
 use super::domain::{Domain, Image};
 use super::job::{self, Begun, Job, Part, name_at};
 use super::made::Made;
-use super::{Machine, NEW, Pushed};
+use super::{How, Machine, Pushed, Untold};
 use crate::commands::group_command::GroupSync;
 use crate::commands::sync_command::TRACKED;
 use crate::failure::Failure;
@@ -27,8 +27,8 @@ const HEAD: usize = 8;
 impl Machine<'_> {
     /// Brings the replicas to the present moment of the machine.
     pub(super) fn sync_running(&self, sync: &GroupSync<'_>) -> Result<Pushed> {
-        let job = Job::of((&self.domain, &self.name), self.args.machine.scratch.as_deref(), self.state)?;
-        if self.args.dry_run {
+        let job = self.job()?;
+        if sync.is_dry_run() {
             job.refuse_other()?;
             self.say_left_out();
             self.say_parts(&self.parts()?);
@@ -38,39 +38,17 @@ impl Machine<'_> {
         let begun = job.enter()?;
         self.say_left_out();
         let (name, mut parts, carried) = self.begin(&begun, sync)?;
-        let mut members = Vec::new();
-        for part in &parts {
-            let changes = match &part.since {
-                Ok(since) => {
-                    let context = format!("qemu:dirty-bitmap:backup-{}", part.target);
-                    ToldChanges::Bitmap { since: since.clone(), context }
-                }
-                Err(why) => ToldChanges::Lost(why.clone()),
-            };
-            let (place, group) = (Some(begun.place(&part.target)), Some(self.group.clone()));
-            let told =
-                Some(Told { place, name: Some(name.clone()), changes, group, still: Some(begun.still()) });
-            let format = part.is_qcow2.then_some(Format::Qcow2);
-            let options = SourceOptions { told, format, ..SourceOptions::default() };
-            members.push(self.member(&part.target, &part.path, options)?);
-        }
+        let shown = |part| self.shown(part, &begun, &name);
+        let mut members = parts.iter().map(shown).collect::<Result<Vec<_>>>()?;
         members.extend(self.carried(carried.write(self.state, &self.name)?));
         let group = sync::attach_told_group(self.state, &self.group, &members)?;
         // What does not fit is known by now.
         for (part, handle) in parts.iter_mut().zip(group.members()).filter(|(part, _)| part.since.is_ok()) {
-            part.since = handle.lost()?.map_or_else(|| part.since.clone(), |why| Err(why.to_string()));
+            part.doubt(handle)?;
         }
         self.say_parts(&parts);
         let mut pushed = sync.run(group, false)?;
-        let left = begun.end()?;
-        let condition = self.virsh.condition()?;
-        if condition.contains("I/O error") {
-            self.output.warn(&format!(
-                "{0} is {condition}: its scratch file may have found no room. Free some, and run \"virsh resume {0}\"",
-                self.domain.name
-            ));
-        }
-        left.iter().for_each(|left| self.output.warn(left));
+        self.end(begun)?;
         let members = pushed.iter_mut().flat_map(|(_, members)| members);
         for (member, _) in members.zip(&parts).filter(|(_, part)| part.since.is_ok()) {
             if member.trust == TRACKED {
@@ -80,19 +58,64 @@ impl Machine<'_> {
         Ok(pushed)
     }
 
+    /// Its backup job.
+    pub(super) fn job(&self) -> Result<Job, Failure> {
+        Job::of((&self.domain, &self.name), self.args.scratch.as_deref(), self.state)
+    }
+
+    /// A disk as a member of the group, as the job shows it.
+    pub(super) fn shown(&self, part: &Part, begun: &Begun, name: &str) -> Result<ToldMember> {
+        let changes = match &part.since {
+            Ok(since) => {
+                let context = format!("qemu:dirty-bitmap:backup-{}", part.target);
+                ToldChanges::Bitmap { since: since.clone(), context }
+            }
+            Err(why) => ToldChanges::Lost(why.to_string()),
+        };
+        let told = Some(Told {
+            place: Some(begun.place(&part.target)),
+            name: Some(name.to_owned()),
+            changes,
+            group: Some(self.group.clone()),
+            still: Some(begun.still()),
+        });
+        let format = part.is_qcow2.then_some(Format::Qcow2);
+        self.member(&part.target, &part.path, SourceOptions { told, format, ..SourceOptions::default() })
+    }
+
+    /// Ends the job, and says what is left.
+    pub(super) fn end(&self, begun: Begun) -> Result<()> {
+        let left = begun.end()?;
+        let condition = self.virsh.condition()?;
+        if condition.contains("I/O error") {
+            self.output.warn(&format!(
+                "{0} is {condition}: its scratch file may have found no room. Free some, and run \"virsh resume {0}\"",
+                self.domain.name
+            ));
+        }
+        left.iter().for_each(|left| self.output.warn(left));
+        Ok(())
+    }
+
     /// Begins the job, between two looks at the machine that show the same. Returns the name of its moment.
     fn begin(&self, begun: &Begun, sync: &GroupSync<'_>) -> Result<(String, Vec<Part>, Carried)> {
         let hook = sync.hook.as_ref();
         hook.map_or(Ok(()), |hook| hook.before())?;
-        let tried = self.begin_held(begun);
+        let tried = self.begin_held(begun, |_| true);
         hook.inspect(|hook| hook.after(tried.is_ok()));
         tried
     }
 
-    fn begin_held(&self, begun: &Begun) -> Result<(String, Vec<Part>, Carried)> {
+    /// Begins the job for the disks that are wanted, without the hook.
+    pub(super) fn begin_held(
+        &self,
+        begun: &Begun,
+        wanted: impl Fn(&Part) -> bool,
+    ) -> Result<(String, Vec<Part>, Carried)> {
         for _ in 0..ATTEMPTS {
             let before = Carried::read(&self.virsh, &self.domain)?;
             let mut parts = self.parts()?;
+            parts.retain(&wanted);
             // Another one in each attempt: the checkpoint of one that is given up is of another moment.
             let name = name_at(UNIX_EPOCH.elapsed().unwrap_or_default());
             begun.begin(&mut parts, &name)?;
@@ -107,27 +130,28 @@ impl Machine<'_> {
             }
         }
         let name = &self.domain.name;
-        Err(Failure::busy(format!("{name} was changed while its sync began: run it again")).into())
+        Err(Failure::busy(format!("{name} was changed meanwhile: run it again")).into())
     }
 
     /// The disks, each with the checkpoint from which its changes can be told.
-    fn parts(&self) -> Result<Vec<Part>> {
+    pub(super) fn parts(&self) -> Result<Vec<Part>> {
         let checkpoints = self.virsh.checkpoints()?;
         let (qemu, made) = (job::qemu(&self.domain), Made::of(self.state, &self.name));
+        let members = source::group_members(self.state, &self.group)?;
         let mut parts = Vec::new();
         for (target, image) in self.disks() {
             let listed = listed(image);
             let is_listed = listed.is_ok();
-            let path = self.source_of(image)?;
+            let path = self.source_of(image, &members);
             let since = match listed {
-                Err(why) => Err(why.to_owned()),
+                Err(why) => Err(because(why)),
                 Ok(()) => self.since(&path, &checkpoints)?,
             };
             let mark = qemu.as_ref().zip(image.index.as_ref()).map(|(qemu, index)| format!("{qemu}-{index}"));
             let is_open = |since: &str| mark.as_ref().is_some_and(|mark| made.has(since, target, mark));
             let since = match since {
                 Ok(since) if !is_open(&since) => {
-                    Err("its QEMU was started, or its image opened, after its last sync".into())
+                    Err(because("its QEMU was started, or its image opened, after its last sync"))
                 }
                 since => since,
             };
@@ -140,38 +164,45 @@ impl Machine<'_> {
     }
 
     /// The checkpoint from which the changes of a disk can be told, or why there is none.
-    fn since(&self, path: &Path, checkpoints: &[String]) -> Result<Result<String, String>> {
+    fn since(&self, path: &Path, checkpoints: &[String]) -> Result<Result<String, Untold>> {
         let Some(moment) = source::last_moment(self.state, path)? else {
             let known = self.state.source(&path.to_string_lossy())?.is_some();
-            let why = if known { "the VM was off at its last sync" } else { NEW };
-            return Ok(Err(why.into()));
+            let off = || because("the VM was off at its last sync");
+            return Ok(Err(if known { off() } else { Untold::New }));
         };
         Ok(match moment.name.filter(|_| moment.elsewhere) {
             Some(name) if checkpoints.contains(&name) => Ok(name),
-            Some(name) => Err(format!("libvirt has no checkpoint {name} any more")),
-            None => Err("its last sync was of a moment without a name".into()),
+            Some(name) => Err(because(&format!("libvirt has no checkpoint {name} any more"))),
+            None => Err(because("its last sync was of a moment without a name")),
         })
     }
 
     /// The path by which a disk is known: that of the image, or of one beneath it that is a member, as before a snapshot.
-    fn source_of(&self, image: &Image) -> Result<PathBuf> {
-        let members = source::group_members(self.state, &self.group)?;
+    fn source_of(&self, image: &Image, members: &Members) -> PathBuf {
+        // Without another image beneath there is no choice.
+        if image.beneath.is_empty() {
+            return image.path.clone();
+        }
         let is_member = |path: &&PathBuf| {
             let found = self.state.source(&path.to_string_lossy()).ok().flatten();
             found.is_some_and(|(_, known)| members.iter().any(|(_, about, _)| about.uuid == known.uuid))
         };
-        Ok(image.chain().find(is_member).unwrap_or(&image.path).clone())
+        image.chain().find(is_member).unwrap_or(&image.path).clone()
     }
 
     fn say_parts(&self, parts: &[Part]) {
         for part in parts {
             let (how, why) = match &part.since {
-                Ok(since) => ("bitmap", since),
-                Err(why) => ("compared", why),
+                Ok(since) => (How::Bitmap, since.clone()),
+                Err(why) => (why.into(), why.to_string()),
             };
-            self.say((&part.target, Some(&part.path)), how, why);
+            self.say((&part.target, Some(&part.path)), how, &why);
         }
     }
+}
+
+fn because(why: &str) -> Untold {
+    Untold::Because(why.to_owned())
 }
 
 /// Why libvirt keeps no checkpoint of a disk.

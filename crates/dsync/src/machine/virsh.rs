@@ -1,18 +1,27 @@
 //! `virsh`, libvirt's own client, as a child process: which libvirt is meant it reads from LIBVIRT_DEFAULT_URI itself.
 
 use std::io::{self, Write};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
 
 use tempfile::NamedTempFile;
 
+use super::child;
 use crate::failure::Failure;
+use crate::terms::units;
 
 const INSTALL: &str =
     "install libvirt's client (Debian: apt install libvirt-clients; Fedora: libvirt-client)";
 /// What it says of a domain that has no backup job.
 const NO_JOB: [&str; 2] = ["no domain backup job", "domain is not running"];
+
+/// Sets how long libvirt has for an answer, if its user says so.
+pub(super) fn wait_for(limit: Option<Duration>) {
+    limit.map(|limit| PATIENCE.set(limit));
+}
 
 /// A domain of libvirt, by its UUID.
 pub(super) struct Virsh {
@@ -39,6 +48,18 @@ pub(super) fn look_up(name: &str) -> Result<String, Failure> {
         }
         Failure::failed(format!("there is no VM {name} in libvirt ({why}): \"virsh list --all\" lists them"))
     })
+}
+
+/// The text of a domain, by its name or its UUID; `None` if libvirt has none.
+///
+/// # Errors
+/// If libvirt cannot be asked.
+pub(super) fn seek(name: &str) -> Result<Option<String>, Failure> {
+    match virsh("dumpxml", &[&format!("--domain={name}")])? {
+        Ok(text) => Ok(Some(text)),
+        Err(why) if why.contains("failed to get domain") => Ok(None),
+        Err(why) => Err(Failure::failed(format!("libvirt does not answer: {why}"))),
+    }
 }
 
 /// The names of all domains, if libvirt tells them.
@@ -130,18 +151,19 @@ impl Virsh {
         self.ask("domjobabort", &[])
     }
 
-    /// Deletes a checkpoint; `remembered`: of its bitmaps there is the name alone.
+    /// Deletes a checkpoint.
     ///
     /// # Errors
     /// An inner `Err` is why it is not deleted.
-    pub(super) fn delete_checkpoint(
-        &self,
-        name: &str,
-        remembered: bool,
-    ) -> Result<Result<String, String>, Failure> {
-        let name = format!("--checkpointname={name}");
-        let words: &[&str] = if remembered { &[&name, "--metadata"] } else { &[&name] };
-        self.ask("checkpoint-delete", words)
+    pub(super) fn delete_checkpoint(&self, name: &str) -> Result<Result<String, String>, Failure> {
+        let word = format!("--checkpointname={name}");
+        match self.ask("checkpoint-delete", &[&word])? {
+            // Where QEMU was killed, only the name is left.
+            Err(why) if why.contains(&format!("bitmap '{name}' not found")) => {
+                self.ask("checkpoint-delete", &[&word, "--metadata"])
+            }
+            deleted => Ok(deleted),
+        }
     }
 }
 
@@ -155,17 +177,43 @@ fn failed(what: &str, why: &str) -> Failure {
     Failure::failed(format!("libvirt does not {what}: {why}"))
 }
 
+/// How long libvirt has for an answer.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
+/// How many times as long it has for what takes its time: it merges bitmaps as a checkpoint goes, and QEMU makes a file for each disk as a job begins.
+const ACTS: u32 = 5;
+/// How many times less once it has not answered: what is tidied up then does not wait as long again.
+const HURRY: u32 = 12;
+
+/// The first of these, where its user has set it.
+static PATIENCE: OnceLock<Duration> = OnceLock::new();
+/// It has not answered in time, and not since.
+static HANGS: AtomicBool = AtomicBool::new(false);
+
 /// Runs a command; an inner `Err` is what it says if it fails.
 fn virsh(command: &str, words: &[&str]) -> Result<Result<String, String>, Failure> {
     let mut virsh = Command::new("virsh");
     virsh.arg("-q").arg(command).args(words).env("LC_ALL", "C").stdin(Stdio::null());
-    // A terminal's interrupt is for us, who end in order.
-    let output = virsh.process_group(0).output().map_err(|error| match error.kind() {
+    let patience = *PATIENCE.get().unwrap_or(&ANSWERS_WITHIN);
+    let limit = match command {
+        _ if HANGS.load(Relaxed) => patience / HURRY,
+        "backup-begin" | "checkpoint-delete" => patience * ACTS,
+        _ => patience,
+    };
+    let output = child::output_within(&mut virsh, limit).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => {
             Failure::failed(format!("vm:NAME needs virsh, which is not here: {INSTALL}"))
         }
         _ => Failure::failed(format!("cannot start virsh: {error}")),
     })?;
+    HANGS.store(output.is_none(), Relaxed);
+    let Some(output) = output else {
+        let why = format!(
+            "libvirt hangs: \"virsh {command}\" has not ended within {}, and was killed: \"systemctl status libvirtd\" and \"journalctl -u libvirtd\" say why; \
+             restarting libvirtd ends no VM",
+            units::seconds(limit.as_secs_f64())
+        );
+        return Err(Failure::failed(why));
+    };
     if output.status.success() {
         return Ok(Ok(String::from_utf8_lossy(&output.stdout).into_owned()));
     }
@@ -191,7 +239,7 @@ pub(super) fn quoted(text: &str) -> String {
     quoted
 }
 
-/// The same of a path.
+/// Quotes a path for XML.
 pub(super) fn quoted_path(path: &Path) -> String {
     quoted(&path.to_string_lossy())
 }

@@ -239,7 +239,7 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
 }
 
 /// The name under which its source remembers a replica.
-fn remembered(replica: &Location) -> Result<String> {
+pub(crate) fn remembered(replica: &Location) -> Result<String> {
     let (path, name) = replica.place()?;
     Ok(match replica.host {
         Some(_) => name,

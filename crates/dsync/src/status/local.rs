@@ -9,7 +9,7 @@ use source::StateDir;
 
 use crate::output::Output;
 use crate::status::membership::GroupInfo;
-use crate::terms::units;
+use crate::terms::{machine_name, units};
 
 /// What is written down of a replica of this host.
 ///
@@ -220,8 +220,9 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
         }
         Condition::Changed(why) => {
             let group = known.lineage.as_ref().and_then(|lineage| Some(&lineage.group.as_ref()?.name));
-            let mends =
-                group.map_or("verify --repair".to_owned(), |name| format!("sync --group {name} --adopt"));
+            let mends = group.map_or("verify --repair".to_owned(), |name| {
+                format!("sync --adopt {} DIR", machine_name::as_source(name))
+            });
             let what = format!(
                 "was changed by another program since its last commit ({why}), and syncs to it are refused: find out who \
                  writes there; \"dsync verify\" shows what differs, and \"dsync {mends}\" overwrites it with the source{}",

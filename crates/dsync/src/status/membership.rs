@@ -11,6 +11,7 @@ use serde::Serialize;
 use source::StateDir;
 
 use crate::output::Output;
+use crate::terms::machine_name;
 
 /// The group of a source or a replica.
 #[derive(Debug, Clone, Serialize)]
@@ -21,6 +22,8 @@ pub(crate) struct GroupInfo {
     pub epoch: Option<u64>,
     /// The source has not ended an epoch since; the replica is there.
     pub at_it: bool,
+    /// The machine whose group it is.
+    pub machine: Option<String>,
     /// What the replica of a source is called.
     #[serde(skip)]
     pub file: Option<String>,
@@ -34,6 +37,7 @@ impl GroupInfo {
         Ok(Some(GroupInfo {
             epoch: committed.map(|(cut, _)| cut.number),
             at_it: committed.is_some_and(|(_, epoch)| Some(epoch) == last),
+            machine: machine_name::of_group(&group.name).map(str::to_owned),
             name: group.name,
             file: group.file,
         }))
@@ -49,6 +53,7 @@ impl GroupInfo {
             name: group.name.clone(),
             epoch: intent.as_ref().map(|intent| intent.cut.number),
             at_it: member.is_some_and(|member| Some(member.epoch) == lineage.epoch),
+            machine: machine_name::of_group(&group.name).map(str::to_owned),
             file: None,
         })
     }
@@ -78,6 +83,8 @@ impl GroupInfo {
 struct Listing<'a> {
     kind: &'static str,
     name: &'a str,
+    /// The machine whose group it is.
+    machine: Option<&'a str>,
     members: Vec<&'a Path>,
     /// The number of its last common epoch.
     epoch: Option<u64>,
@@ -92,8 +99,10 @@ pub(crate) fn say_groups(members: &[(PathBuf, GroupInfo)], output: &Output) {
         let epoch = of_it.filter_map(|(_, group)| group.epoch).max();
         let listed: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
         let at = epoch.map_or("no common epoch yet".to_owned(), |epoch| format!("last common epoch {epoch}"));
-        output.say(&format!("group {name}: {}; {at}", listed.join(", ")));
-        output.summary(&Listing { kind: "group", name, members: paths, epoch });
+        let machine = machine_name::of_group(name);
+        let of = machine.map_or(String::new(), |machine| format!(" of the VM {machine}"));
+        output.say(&format!("group {name}{of}: {}; {at}", listed.join(", ")));
+        output.summary(&Listing { kind: "group", name, machine, members: paths, epoch });
     }
 }
 

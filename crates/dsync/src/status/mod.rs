@@ -142,8 +142,9 @@ pub(crate) fn nothing(state: &StateDir) -> String {
 /// Prints sources, trackers, and what each replica lacks.
 pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) -> Result<()> {
     let mut failed = Vec::new();
-    args.path.as_deref().map_or(Ok(()), machine_name::refuse_name)?;
+    let machine = args.path.as_deref().and_then(machine_name::named);
     let sources = match &args.path {
+        _ if machine.is_some() => machine_name::members(machine.unwrap_or_default(), state)?,
         Some(what) => match state.source(what)? {
             Some(found) => vec![found],
             None if track::status(Some(Path::new(what)), output)? > 0 => return Ok(()),
@@ -177,7 +178,7 @@ pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) ->
             Ok(group) => groups.extend(group.map(|group| (path.clone(), group))),
             Err(error) => failed.push(error.context(unreadable(&place))),
         }
-        if args.path.is_some() {
+        if args.path.is_some() && machine.is_none() {
             track::status(Some(&path), output)?;
             let options = sync::open_options(None, state);
             let lineage = match replica::inspect(&path, &options) {
@@ -190,7 +191,7 @@ pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) ->
             }
         }
     }
-    if args.path.is_none() {
+    if args.path.is_none() || machine.is_some() {
         say_groups(&groups, output);
     }
     // One that was promoted is among the sources.
@@ -275,8 +276,10 @@ impl SourceStatus {
         let replicas: Vec<Lacking> = replicas.collect();
         let mut first_copies = Tally::all(place);
         first_copies.retain(|tally| tally.is_first_copy() && bookmarks.named(&tally.replica).is_none());
-        let is_untracked = served.is_none()
-            && (moment.is_some() || !about.identity.is_block() && !source::was_served(place));
+        let group = GroupInfo::of_source(&folder, history.last())?;
+        let asked = moment.is_some() || group.as_ref().is_some_and(|group| group.machine.is_some());
+        let is_image = !about.identity.is_block() && !source::was_served(place);
+        let is_untracked = served.is_none() && (asked || is_image);
         let status = SourceStatus {
             kind: "source",
             path: about.path,
@@ -296,9 +299,14 @@ impl SourceStatus {
             replicas,
             first_copies,
             checkpoints,
-            group: GroupInfo::of_source(&folder, history.last())?,
+            group,
         };
         Ok((status, history))
+    }
+
+    /// The machine whose disk it is.
+    pub(crate) fn machine(&self) -> Option<&str> {
+        self.group.as_ref()?.machine.as_deref()
     }
 
     /// What is wrong with its size, if it was resized while it was served.
@@ -468,7 +476,7 @@ fn say(status: &SourceStatus, output: &Output) {
             replica.epoch,
             device::moment(replica.time)
         ));
-        say_tally(replica, output);
+        say_tally(replica, status.machine(), output);
     }
     for tally in &status.first_copies {
         let what = if tally.refused { "the first sync" } else { "the first copy" };
@@ -480,9 +488,13 @@ fn say(status: &SourceStatus, output: &Output) {
 }
 
 /// Prints what was counted for a replica and wants to be known.
-fn say_tally(replica: &Lacking, output: &Output) {
+fn say_tally(replica: &Lacking, machine: Option<&str>, output: &Output) {
     if let Some(verified) = replica.tally.verified.as_ref().filter(|verified| verified.differs()) {
-        output.say(&format!("    {}: dsync verify --repair", differed(verified)));
+        let mends = match machine {
+            Some(machine) => format!("dsync sync --method compare vm:{machine} DIR"),
+            None => "dsync verify --repair".into(),
+        };
+        output.say(&format!("    {}: {mends}", differed(verified)));
     }
     if let Some(failed) = replica.failed() {
         output.say(&format!(

@@ -21,7 +21,7 @@ use crate::status::job_copies::{Fetch, JobCopy, Known};
 use crate::status::local::{LocalReplica, ROLES, STATES, made_elsewhere, path_of};
 use crate::status::membership::{self, DividedGroup};
 use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
-use crate::terms::units;
+use crate::terms::{machine_name, units};
 
 /// What this host knows of sources and replicas.
 #[derive(Default)]
@@ -56,6 +56,10 @@ impl Inventory {
             found.drop_promoted(state);
             return Ok(found);
         };
+        if let Some(name) = machine_name::named(what) {
+            found.read_machine(name, &all, state)?;
+            return Ok(found);
+        }
         let path = path_of(what)?;
         let source = state.source(what)?;
         let is_source = source.is_some();
@@ -69,6 +73,24 @@ impl Inventory {
         }
         found.drop_promoted(state);
         Ok(found)
+    }
+
+    /// Reads the disks of a machine, and what jobs are to copy of it.
+    fn read_machine(&mut self, name: &str, replicas: &[KnownReplica], state: &StateDir) -> Result<()> {
+        let members = machine_name::members(name, state);
+        for (place, about) in members.iter().flatten().cloned() {
+            self.read_source(&place, about);
+        }
+        let own = std::mem::take(&mut self.errors);
+        self.read_jobs(replicas, state, None);
+        self.errors = own;
+        let (sources, machine) = (&self.sources, format!("vm:{name}"));
+        let is_its = |copy: &JobCopy| sources.iter().any(|source| source.path == Path::new(&copy.source));
+        self.copies.retain(|copy| copy.source == machine || is_its(copy));
+        match members {
+            Err(unknown) if self.copies.is_empty() => Err(unknown),
+            _ => Ok(()),
+        }
     }
 
     /// A replica that was promoted is among the sources: of this state directory, or of another one, where it is judged.
@@ -513,7 +535,10 @@ fn of_apart(apart: &DividedGroup) -> Problem {
              again, with \"dsync demote\""
         ),
         false => {
-            format!("\"dsync sync --group {name} DIR\" where the sources are brings them to one")
+            format!(
+                "\"dsync sync {} DIR\" where the sources are brings them to one",
+                machine_name::as_source(name)
+            )
         }
     };
     let message = format!(
@@ -554,7 +579,10 @@ fn add_source(source: &SourceStatus, out: &mut Exposition) {
     let labels = [("source", path.as_str()), ("source_id", &id)];
     if let Some(epoch) = source.epoch {
         out.add(Metric::SourceEpoch, &labels, epoch);
-        out.add(Metric::SourceTracking, &labels, u64::from(source.lost.is_none()));
+        // What the disk of a machine has lost is known as it is synced.
+        if source.machine().is_none() {
+            out.add(Metric::SourceTracking, &labels, u64::from(source.lost.is_none()));
+        }
     }
     out.add(Metric::SourceTerm, &labels, source.term);
     for replica in &source.replicas {

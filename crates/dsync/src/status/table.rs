@@ -1,5 +1,6 @@
 //! `dsync status` as a table, problems first: a row for each source, each of its replicas, and each other replica that this host has.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -93,11 +94,13 @@ impl Table<'_> {
     fn rows(&self) -> Result<Vec<Row>> {
         let found = self.found;
         let mut rows = Vec::new();
-        for source in &found.sources {
-            rows.push(self.source(source));
-            rows.extend(source.replicas.iter().map(|replica| self.replica(source, replica)));
-            rows.extend(source.first_copies.iter().map(|tally| self.first_copy(source, tally)));
+        for source in found.sources.iter().filter(|source| source.machine().is_none()) {
+            rows.extend(self.with_copies(source));
         }
+        let mut machines: Vec<&str> = found.sources.iter().filter_map(SourceStatus::machine).collect();
+        machines.sort_unstable();
+        machines.dedup();
+        rows.extend(machines.into_iter().map(|machine| self.machine(machine)));
         let is_shown = |known: &&KnownReplica| self.of_source_here(&known.path).is_none();
         rows.extend(found.replicas.iter().filter(is_shown).map(|known| self.here(known)));
         rows.extend(found.copies.iter().filter(|copy| !copy.made && !copy.begun).map(|copy| {
@@ -126,6 +129,39 @@ impl Table<'_> {
             (None, None) => false,
         };
         Row { is_problem: self.problems.iter().any(is_it), cells: cells.map(str::to_owned) }
+    }
+
+    /// A source, and its replicas.
+    fn with_copies(&self, source: &SourceStatus) -> Vec<Row> {
+        let replicas = source.replicas.iter().map(|replica| self.replica(source, replica));
+        let begun = source.first_copies.iter().map(|tally| self.first_copy(source, tally));
+        std::iter::once(self.source(source)).chain(replicas).chain(begun).collect()
+    }
+
+    /// A machine: the worst of its disks, what all of them have, and the folders of their replicas.
+    fn machine(&self, machine: &str) -> Row {
+        let disks = || self.found.sources.iter().filter(|source| source.machine() == Some(machine));
+        let rows: Vec<Row> = disks().flat_map(|source| self.with_copies(source)).collect();
+        let worst = rows.iter().find(|row| row.is_problem);
+        let copies = || rows.iter().filter(|row| row.cells[1] == "replica");
+        let usual = |state: &str| ["up to date", "synced"].contains(&state);
+        let state = worst.or_else(|| copies().find(|row| !usual(&row.cells[2])));
+        let state = state.or_else(|| copies().find(|row| row.cells[2] == "synced")).or(copies().next());
+        let state = state.map_or("not synced", |row| &row.cells[2]);
+        let replicas =
+            disks().flat_map(|source| source.replicas.iter().map(move |replica| (source, replica)));
+        let late = replicas.filter(|(source, replica)| !is_current(source, replica));
+        let behind = late.map(|(_, replica)| replica.lag(self.now)).max();
+        let behind = behind.map_or(NONE.into(), device::human_time);
+        let size = units::size(disks().map(|source| source.tracked).sum());
+        let folder = |row: &Row| row.cells[5].rsplit_once('/').map(|(folder, _)| folder.to_owned());
+        let folders: BTreeSet<String> = copies().filter_map(folder).collect();
+        let place = match folders.is_empty() {
+            true => NONE.into(),
+            false => folders.into_iter().collect::<Vec<_>>().join(", "),
+        };
+        let cells = [&format!("vm:{machine}"), "VM", state, &behind, &size, &place];
+        Row { is_problem: worst.is_some(), ..self.row(cells, (None, None)) }
     }
 
     fn source(&self, source: &SourceStatus) -> Row {
@@ -222,6 +258,7 @@ impl Table<'_> {
     fn add_groups(&self, rows: &mut Vec<Row>) {
         let sources = &self.found.sources;
         let groups = || sources.iter().filter_map(|source| Some((source.group.as_ref()?, source)));
+        let groups = || groups().filter(|(group, _)| group.machine.is_none());
         let mut names: Vec<&str> = groups().map(|(group, _)| group.name.as_str()).collect();
         names.sort_unstable();
         names.dedup();

@@ -1,6 +1,8 @@
 //! `vm:NAME`, a virtual machine of libvirt, where a source or a destination may stand.
 
-use source::StateDir;
+use std::path::PathBuf;
+
+use source::{SourceMembership, SourceMetadata, StateDir};
 
 use crate::failure::Failure;
 
@@ -28,9 +30,19 @@ pub(crate) fn group(plain: &str) -> String {
     format!("vm.{plain}")
 }
 
-/// True if this is the group of a machine of this name.
+/// The plain name of the machine whose group this is.
+pub(crate) fn of_group(group: &str) -> Option<&str> {
+    group.strip_prefix("vm.").filter(|plain| !plain.is_empty())
+}
+
+/// What a group is called where `dsync sync` is told what to copy.
+pub(crate) fn as_source(group: &str) -> String {
+    of_group(group).map_or_else(|| format!("--group {group}"), |plain| format!("{PREFIX}{plain}"))
+}
+
+/// True if this is the group of a machine of this name, which may be the plain one.
 pub(crate) fn is_group_of(name: &str, group: &str) -> bool {
-    let plain = group.strip_prefix("vm.").unwrap_or_default();
+    let plain = of_group(group).unwrap_or_default();
     match is_plain(name) {
         true => plain == name,
         false => plain.strip_prefix(&begin(name)).is_some_and(|id| id.len() == ID),
@@ -49,6 +61,31 @@ fn begin(name: &str) -> String {
     name.chars().map(allowed).take(LONGEST).chain(['-']).collect()
 }
 
+/// The sources that are the disks of a machine, its definition and its NVRAM.
+///
+/// # Errors
+/// If there are none.
+pub(crate) fn members(name: &str, state: &StateDir) -> Result<Vec<(PathBuf, SourceMetadata)>, anyhow::Error> {
+    let mut found = Vec::new();
+    for (place, about) in state.survey()?.sources {
+        let group = SourceMembership::read(&device::Dir::existing(&place)?)?;
+        if group.is_some_and(|group| is_group_of(name, &group.name)) {
+            found.push((place, about));
+        }
+    }
+    match found.is_empty() {
+        true => Err(unknown(name).into()),
+        false => Ok(found),
+    }
+}
+
+/// Of a machine that was never synced.
+fn unknown(name: &str) -> Failure {
+    Failure::usage(format!(
+        "no VM {name} was synced with this state directory: \"dsync status\" lists those that were, and \"dsync sync vm:{name} DIR\" begins"
+    ))
+}
+
 /// Refuses to demote the group of a machine: what runs it then is libvirt of the other host.
 ///
 /// # Errors
@@ -59,7 +96,7 @@ pub(crate) fn refuse_demotion(group: &str, state: &StateDir) -> Result<(), anyho
     if !members.iter().any(|(_, about, _)| about.path.starts_with(&folder)) {
         return Ok(());
     }
-    let name = group.trim_start_matches("vm.");
+    let name = of_group(group).unwrap_or(group);
     Err(Failure::refused(format!(
         "{group} is the group of a VM, which is moved in another way: shut it down, run \"dsync sync vm:{name} DIR\" once more, then \"dsync promote --force \
          --group\" where the replicas are, and start it there alone"
@@ -74,8 +111,8 @@ pub(crate) fn refuse_demotion(group: &str, state: &StateDir) -> Result<(), anyho
 pub(crate) fn refuse_name(word: &str) -> Result<(), Failure> {
     named(word).map_or(Ok(()), |name| {
         Err(Failure::usage(format!(
-            "vm:{name} is a VM of libvirt, which only \"dsync sync vm:{name} DIR\" takes: elsewhere, give its disks and replicas by their paths, or its \
-             group, which \"dsync status\" lists. A path on a host that is called vm is ssh://vm/~/{name}"
+            "vm:{name} is a VM of libvirt, which is not taken here: give its disks and replicas by their paths, which \"dsync status vm:{name}\" lists, or its \
+             group. A path on a host that is called vm is ssh://vm/~/{name}"
         )))
     })
 }

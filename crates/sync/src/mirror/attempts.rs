@@ -23,7 +23,8 @@ const BUSY_AT_ONCE: Duration = Duration::from_secs(2);
 const BUSY_RETRY: Duration = Duration::from_secs(1);
 
 /// Why nothing is moved for a while.
-pub(crate) enum Interruption<'a> {
+#[derive(Debug)]
+pub enum Interruption<'a> {
     /// The source or the replica is in use; it is requested again for that long.
     Waiting(&'a SyncError, Duration),
     /// An attempt failed; another follows after a pause.
@@ -31,7 +32,8 @@ pub(crate) enum Interruption<'a> {
 }
 
 /// What mirrors that are to be stopped do between attempts.
-pub(crate) struct Attempts<'a> {
+#[derive(Debug)]
+pub struct Attempts<'a> {
     stop: &'a AtomicBool,
     /// How far the replica may fall behind.
     rpo: Duration,
@@ -48,7 +50,8 @@ pub(crate) struct Attempts<'a> {
 }
 
 impl<'a> Attempts<'a> {
-    pub(crate) fn new(stop: &'a AtomicBool, rpo: Duration, busy_for: Duration) -> Attempts<'a> {
+    /// Begins the attempts of a mirror whose replica may fall behind by `rpo`; what is in use is waited for `busy_for`, or two seconds.
+    pub fn new(stop: &'a AtomicBool, rpo: Duration, busy_for: Duration) -> Attempts<'a> {
         Attempts { stop, rpo, busy_for, pause: FIRST_RETRY, busy: None, worked: false, stopped: false }
     }
 
@@ -63,7 +66,7 @@ impl<'a> Attempts<'a> {
     }
 
     /// An attempt has come to its end: both ends were reached.
-    pub(crate) fn succeeded(&mut self) {
+    pub fn succeeded(&mut self) {
         (self.pause, self.busy, self.worked) = (FIRST_RETRY, None, true);
     }
 
@@ -71,11 +74,7 @@ impl<'a> Attempts<'a> {
     ///
     /// # Errors
     /// That error: another attempt cannot fix it, or none is to be made.
-    pub(crate) fn failed(
-        &mut self,
-        error: SyncError,
-        tell: &dyn Fn(Interruption<'_>),
-    ) -> Result<bool, SyncError> {
+    pub fn failed(&mut self, error: SyncError, tell: &dyn Fn(Interruption<'_>)) -> Result<bool, SyncError> {
         if error.class() == Class::Busy && self.waits(&error, tell) {
             return Ok(false);
         }
@@ -114,7 +113,7 @@ impl<'a> Attempts<'a> {
     }
 
     /// Sleeps until then, or until stopped.
-    pub(crate) fn rest_until(&self, until: Instant) {
+    pub fn rest_until(&self, until: Instant) {
         rest_until(until, self.stop, LOOK_EVERY.min(self.rpo));
     }
 }
