@@ -12,7 +12,7 @@ use std::path::Path;
 mod dial;
 mod wire;
 
-pub use dial::{Address, list};
+pub use dial::{Address, hold_connections, list};
 pub(crate) use dial::{ByteStream, Dialed};
 pub(crate) use wire::{
     Arrived, BLOCK_STATUS, DISCONNECT, FLUSH, Order, READ, ReplyHead, TRIM, WRITE, ZEROES, error_of,

@@ -111,7 +111,7 @@ fn a_kill_of_qemu_costs_a_comparison() {
     world.host.on(VM);
     let said = world.sync_paused();
     assert!(
-        said.contains("vda: compared: its QEMU was started, or its image opened, after its last sync"),
+        said.contains("vda: compared: its QEMU was started, its image opened, or its checkpoint made again after its last sync"),
         "{said}"
     );
     world.host.writes_on(VM);
@@ -124,6 +124,16 @@ fn a_kill_of_qemu_costs_a_comparison() {
     let [checkpoint] = &world.host.checkpoints(VM)[..] else { panic!("one checkpoint") };
     world.host.virsh(["checkpoint-delete", VM, checkpoint]).ok();
     assert!(world.sync_paused().contains("vda: compared: libvirt has no checkpoint"));
+    // Somebody makes another of its name: it has none of what was written before.
+    let [checkpoint] = &world.host.checkpoints(VM)[..] else { panic!("one checkpoint") };
+    world.host.writes_on(VM);
+    world.host.virsh(["checkpoint-delete", VM, checkpoint]).ok();
+    // libvirt tells the time in seconds.
+    std::thread::sleep(Duration::from_millis(1100));
+    let disks = ["--diskspec", "vda", "--diskspec", "vdb,checkpoint=no"];
+    world.host.virsh(["checkpoint-create-as", VM, checkpoint].into_iter().chain(disks)).ok();
+    let said = world.sync_paused();
+    assert!(said.contains("or its checkpoint made again after its last sync"), "{said}");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use device::Dir;
 use source::{Bookmarks, SourceMembership, SourceMetadata, StateDir, Tally};
 
 use super::domain::Domain;
+use super::job::Job;
 use super::made::Made;
 use super::virsh::{self, Virsh};
 use super::{carry, lock, refuse_option};
@@ -109,7 +110,7 @@ impl Forgotten {
     /// Deletes its checkpoints, while it runs. Those that are left are deleted by its next sync, if there is one: the list of them stays.
     fn checkpoints(&self, plain: &str, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
         let made = Made::of(state, plain);
-        let left = match delete(&made, &self.name, carry::files(state, plain), dry_run) {
+        let left = match delete(&made, &self.name, (plain, state), dry_run) {
             Ok(left) => left,
             Err(error) => {
                 output.warn(&format!("the checkpoints of {} are left: {error}", self.name));
@@ -135,14 +136,19 @@ impl Forgotten {
 fn delete(
     made: &Made,
     name: &str,
-    [definition, _]: [PathBuf; 2],
+    (plain, state): (&str, &StateDir),
     dry_run: bool,
 ) -> Result<Vec<(String, String)>, Failure> {
+    let [definition, _] = carry::files(state, plain);
     let carried = std::fs::read_to_string(definition).ok();
     let uuid = carried.and_then(|text| Some(Domain::read(text.trim_end()).ok()?.uuid));
     let Some(text) = virsh::seek(uuid.as_deref().unwrap_or(name))? else { return Ok(Vec::new()) };
     let domain = Domain::read(&text)?;
     let virsh = Virsh::of(&domain.uuid);
+    // What a killed run left.
+    if !dry_run && domain.id.is_some() {
+        Job::of((&domain, plain), None, state)?.end()?;
+    }
     let (mut left, ours) = (Vec::new(), made.names());
     for checkpoint in virsh.checkpoints()?.into_iter().filter(|checkpoint| ours.contains(&**checkpoint)) {
         match domain.id {

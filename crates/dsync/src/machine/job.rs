@@ -30,6 +30,8 @@ use crate::failure::Failure;
 
 /// How long a job may take to end.
 const ENDS_WITHIN: Duration = Duration::from_secs(60);
+/// How long a connection to its disks may take to be made, before the job is ended all the same.
+const NEGOTIATED_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// What the names of our checkpoints begin with.
 const OURS: &str = "dsync-";
@@ -140,7 +142,10 @@ impl Job {
     }
 
     /// Ends the job if it is ours, and waits until it has ended.
-    fn end(&self) -> Result<(), Failure> {
+    ///
+    /// # Errors
+    /// If it does not end.
+    pub(super) fn end(&self) -> Result<(), Failure> {
         let began = Instant::now();
         while let Some(job) = self.virsh.job()? {
             if socket_of(&job).as_deref() != Some(&*self.socket) {
@@ -152,6 +157,7 @@ impl Job {
                     self.machine
                 )));
             }
+            let _held = nbd::client::hold_connections(NEGOTIATED_WITHIN);
             // It takes a moment, in which another request is refused.
             let _ = self.virsh.abort()?;
             std::thread::sleep(LOOK_EVERY);
@@ -168,7 +174,8 @@ impl Job {
             let marks = marks.map(|part| (&*part.target, part.mark.as_deref().unwrap_or_default()));
             Made::of(&self.state, &self.plain).add(name, marks)?;
             let Err(why) = self.virsh.begin(&self.backup(parts), checkpoint.as_deref())? else {
-                return Ok(());
+                let created = checkpoint.and_then(|_| self.virsh.created(name).transpose()).transpose()?;
+                return Made::of(&self.state, &self.plain).confirm(name, created);
             };
             self.refuse_other()?;
             // That of a run that was killed, whose request libvirt has carried out only now.

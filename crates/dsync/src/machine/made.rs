@@ -16,6 +16,9 @@ struct Entry {
     disk: String,
     /// Names the QEMU, and the image as it was opened there.
     mark: String,
+    /// When libvirt made it, in its own words: one that was deleted and made again has the name, and not the bits.
+    #[serde(default)]
+    created: Option<String>,
 }
 
 /// The list of a machine.
@@ -32,10 +35,23 @@ impl Made {
         Made { path, entries: entries.unwrap_or_default() }
     }
 
-    /// True if the checkpoint is of this disk, as it is open now.
-    pub(super) fn has(&self, checkpoint: &str, disk: &str, mark: &str) -> bool {
-        let is = |entry: &Entry| (&*entry.checkpoint, &*entry.disk, &*entry.mark) == (checkpoint, disk, mark);
+    /// True if the checkpoint that was created then is of this disk, as it is open now.
+    pub(super) fn has(&self, checkpoint: &str, disk: &str, mark: &str, created: &str) -> bool {
+        let is = |entry: &Entry| {
+            (&*entry.checkpoint, &*entry.disk, &*entry.mark) == (checkpoint, disk, mark)
+                && entry.created.as_deref() == Some(created)
+        };
         self.entries.iter().any(is)
+    }
+
+    /// Notes when a checkpoint was created. Until then it is not believed.
+    ///
+    /// # Errors
+    /// If the list cannot be written.
+    pub(super) fn confirm(&mut self, checkpoint: &str, created: Option<String>) -> Result<(), Failure> {
+        let new = self.entries.iter_mut().filter(|entry| entry.checkpoint == checkpoint);
+        new.for_each(|entry| entry.created.clone_from(&created));
+        self.write()
     }
 
     /// True if the checkpoint has a bitmap of this disk.
@@ -62,6 +78,7 @@ impl Made {
             checkpoint: checkpoint.clone(),
             disk: disk.to_owned(),
             mark: mark.to_owned(),
+            created: None,
         });
         self.entries.extend(new);
         self.write()

@@ -148,12 +148,18 @@ impl Machine<'_> {
                 Ok(()) => self.since(&path, &checkpoints)?,
             };
             let mark = qemu.as_ref().zip(image.index.as_ref()).map(|(qemu, index)| format!("{qemu}-{index}"));
-            let is_open = |since: &str| mark.as_ref().is_some_and(|mark| made.has(since, target, mark));
-            let since = match since {
-                Ok(since) if !is_open(&since) => {
-                    Err(because("its QEMU was started, or its image opened, after its last sync"))
+            let since = match (since, &mark) {
+                (Ok(since), mark) => {
+                    let created = self.virsh.created(&since)?;
+                    let both = mark.as_ref().zip(created.as_ref());
+                    match both.is_some_and(|(mark, created)| made.has(&since, target, mark, created)) {
+                        true => Ok(since),
+                        false => Err(because(
+                            "its QEMU was started, its image opened, or its checkpoint made again after its last sync",
+                        )),
+                    }
                 }
-                since => since,
+                (since, _) => since,
             };
             let target = target.to_owned();
             // What is beneath is known, whatever it is.

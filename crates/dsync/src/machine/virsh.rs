@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use roxmltree::Document;
 use tempfile::NamedTempFile;
 
 use super::child;
@@ -112,6 +113,19 @@ impl Virsh {
         let said = self.ask("checkpoint-list", &["--name"])?;
         let said = said.map_err(|why| failed("list the checkpoints of the VM", &why))?;
         Ok(said.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect())
+    }
+
+    /// When a checkpoint was created, in seconds since 1970; `None` if there is none of that name.
+    ///
+    /// # Errors
+    /// If libvirt does not answer.
+    pub(super) fn created(&self, checkpoint: &str) -> Result<Option<String>, Failure> {
+        let word = format!("--checkpointname={checkpoint}");
+        let Ok(text) = self.ask("checkpoint-dumpxml", &["--no-domain", &word])? else { return Ok(None) };
+        let document = Document::parse(&text).ok();
+        let root = document.as_ref().map(Document::root_element);
+        let created = root.and_then(|root| root.children().find(|node| node.has_tag_name("creationTime")));
+        Ok(created.and_then(|node| Some(node.text()?.to_owned())))
     }
 
     /// The text of its backup job, if there is one.

@@ -6,7 +6,8 @@ use std::io::{self, BufReader, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::{PoisonError, RwLock, RwLockWriteGuard, TryLockError};
+use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -117,9 +118,29 @@ pub(crate) struct Dialed {
     pub contexts: HashMap<String, u32>,
 }
 
+/// Held while a connection is negotiated; alone by who lets none begin.
+static NEGOTIATING: RwLock<()> = RwLock::new(());
+/// How often it is asked for.
+const ASK_EVERY: Duration = Duration::from_millis(5);
+
+/// Lets this process begin no connection while the guard is there, after those that are being negotiated have come to an end. QEMU 7.2 hangs for good
+/// where its server is stopped in the middle of a negotiation. `None` if that takes longer than `limit`.
+pub fn hold_connections(limit: Duration) -> Option<RwLockWriteGuard<'static, ()>> {
+    let until = Instant::now() + limit;
+    loop {
+        match NEGOTIATING.try_write() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() >= until => return None,
+            Err(TryLockError::WouldBlock) => std::thread::sleep(ASK_EVERY),
+        }
+    }
+}
+
 impl Dialed {
     /// Connects to an export and requests these contexts. Those that the server lacks are omitted.
     pub(crate) fn new(address: &Address, export: &str, contexts: &[&str]) -> io::Result<Dialed> {
+        let _negotiating = NEGOTIATING.read().unwrap_or_else(PoisonError::into_inner);
         let mut shake = Handshake::begin(address)?;
         let mut ids = HashMap::new();
         if shake.fixed && shake.try_ask(OPT_STRUCTURED_REPLY, &[])?.is_some() && !contexts.is_empty() {
