@@ -863,6 +863,20 @@ fn a_mirror_of_a_vm_waits_while_it_is_off() {
 }
 
 #[test]
+fn a_mirror_of_a_vm_has_what_was_written_between_two_looks_at_it() {
+    let Some(world) = World::new("a mirror of a VM that runs for a moment") else { return };
+    world.host.virsh(["destroy", VM]).ok();
+    let mut said = world.mirror();
+    // As by a start and a stop, of which the mirror sees neither.
+    let image = world.site.path("a.qcow2");
+    Run::new("qemu-io").args(["-f", "qcow2", "-c", "write -q -P 9 32M 1M"]).arg(image).ok();
+    said.mirror.signal(Signal::TERM);
+    let ended = said.mirror.output(Duration::from_secs(30));
+    assert!(ended.status.success(), "{ended}");
+    world.equal();
+}
+
+#[test]
 fn a_mirror_of_a_vm_that_is_interrupted_in_its_first_copy_ends_its_job() {
     let Some(world) = World::new("a mirror of a VM that is interrupted") else { return };
     let mirror = world.dsync(&["mirror", "vm:t1", "--bwlimit", "1M"]).arg(&world.replicas);

@@ -147,6 +147,8 @@ impl Job {
     /// If it does not end.
     pub(super) fn end(&self) -> Result<(), Failure> {
         let began = Instant::now();
+        // Until it is gone: its server is stopped some time after that was asked for.
+        let _held = nbd::client::hold_connections(NEGOTIATED_WITHIN);
         while let Some(job) = self.virsh.job()? {
             if socket_of(&job).as_deref() != Some(&*self.socket) {
                 return Ok(());
@@ -157,7 +159,6 @@ impl Job {
                     self.machine
                 )));
             }
-            let _held = nbd::client::hold_connections(NEGOTIATED_WITHIN);
             // It takes a moment, in which another request is refused.
             let _ = self.virsh.abort()?;
             std::thread::sleep(LOOK_EVERY);

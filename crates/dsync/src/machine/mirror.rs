@@ -6,6 +6,8 @@
 //! are read, it does not start.
 
 use std::cell::{Cell, RefCell};
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
@@ -14,6 +16,7 @@ use clap::Parser as _;
 use source::{SourceError, StateDir};
 use sync::{Attempts, Class, GroupMirrorSummary, GroupSummary, Interruption, Summary, SyncError};
 
+use super::domain::Image;
 use super::{Machine, Said, end_interrupted, refuse_option, virsh};
 use crate::args::{self, Cli, Command};
 use crate::commands::mirroring::Mirroring;
@@ -45,7 +48,7 @@ pub(crate) fn mirror(name: &str, args: &args::MirrorArgs, state: &StateDir, outp
         said: Said::default(),
         trouble: RefCell::default(),
         off: Cell::new(None),
-        rests: Cell::new(false),
+        rests: RefCell::default(),
     };
     // What may hang has a time limit of its own.
     let summary = mirroring.manager.watched(|| true, || mirror.run())??;
@@ -86,6 +89,16 @@ fn pass_of(args: &args::MirrorArgs) -> Result<args::Sync> {
     })
 }
 
+/// The times of the images of a machine; `None` if one of them is no file, whose times would tell nothing.
+fn times(machine: &Machine<'_>) -> Option<Vec<ImageTimes>> {
+    let of = |(_, image): (&str, &Image)| {
+        let file = image.path.metadata().ok().filter(Metadata::is_file)?;
+        let nanos = |seconds: i64, nanos: i64| i128::from(seconds) * 1_000_000_000 + i128::from(nanos);
+        Some((file.len(), nanos(file.mtime(), file.mtime_nsec()), nanos(file.ctime(), file.ctime_nsec())))
+    };
+    machine.disks().map(of).collect()
+}
+
 /// A mirror of a machine.
 struct Mirror<'a> {
     name: &'a str,
@@ -101,9 +114,12 @@ struct Mirror<'a> {
     trouble: RefCell<String>,
     /// Since when the machine is off.
     off: Cell<Option<Instant>>,
-    /// It was synced since.
-    rests: Cell<bool>,
+    /// What its images were as it was synced since. `None`: it was not, or that is not known of each.
+    rests: RefCell<Option<Vec<ImageTimes>>>,
 }
+
+/// Size and times of an image's file, in nanoseconds.
+type ImageTimes = (u64, i128, i128);
 
 impl Mirror<'_> {
     fn run(&self) -> Result<GroupMirrorSummary> {
@@ -150,9 +166,9 @@ impl Mirror<'_> {
         if self.waits(&machine, last) {
             return Ok(None);
         }
-        let is_off = machine.domain.id.is_none();
+        let times = machine.domain.id.is_none().then(|| times(&machine)).flatten();
         let pushed = machine.pass(&pass, &self.mirroring.steering)?;
-        self.rests.set(is_off);
+        self.rests.replace(times);
         // What was taken over or created is a replica like any other now.
         (pass.begin.adopt, pass.begin.accept_source, pass.begin.create) = (None, false, false);
         Ok(pushed)
@@ -162,7 +178,7 @@ impl Mirror<'_> {
     fn waits(&self, machine: &Machine<'_>, last: bool) -> bool {
         if machine.domain.id.is_some() {
             self.off.set(None);
-            self.rests.set(false);
+            self.rests.replace(None);
             return false;
         }
         let is_seen = self.off.get().is_some();
@@ -170,7 +186,9 @@ impl Mirror<'_> {
         self.off.set(Some(since));
         let is_begun = self.mirroring.begun.load(SeqCst);
         let has_overlay = machine.disks().any(|(_, image)| !image.beneath.is_empty());
-        let waits = self.rests.get() || (is_begun && (has_overlay || (!last && since.elapsed() < OFF_FOR)));
+        // It may have run, and stopped again, between two looks.
+        let rests = self.rests.borrow().is_some() && *self.rests.borrow() == times(machine);
+        let waits = rests || (is_begun && (has_overlay || (!last && since.elapsed() < OFF_FOR)));
         if waits && !is_seen {
             let text = format!("{} is off: waiting until it runs", self.name);
             self.mirroring.manager.status(&text);
