@@ -1086,7 +1086,6 @@ fn a_promoted_disk_whose_folder_was_put_back_stays_the_source() {
         equal(&near, &far);
         far.towards(&near, &["demote"]).ok();
         near.run(&["promote"]).ok();
-        near.sync(&far, &[]).ok();
     }
 }
 
@@ -1131,6 +1130,17 @@ fn a_disk_that_was_restored_is_not_promoted_over_the_source_that_it_is() {
     assert!(host.run(&["status", "-v"]).ok().text().contains("nightly"));
     host.run(&["forget", "--replica"]).ok();
     host.site.sync(&host.disk, &replica, &["--adopt"]).ok();
+}
+
+#[test]
+fn a_disk_that_was_served_and_restored_is_not_promoted_over_the_source_that_it_is() {
+    let mut random = Random::new("a restored disk that was served");
+    let host = Host::with_disk(4 * MIB, &mut random);
+    let replica = host.site.path("replica.raw");
+    host.site.serve(&[&host.disk], &[]).stop();
+    host.site.sync(&host.disk, &replica, &[]).ok();
+    sync_adopting(&host, &replica, &host.disk);
+    host.run(&["promote", "--force"]).code(4).says(&["is a source itself", "dsync forget --replica"]);
 }
 
 /// The service that received a replica has a state directory of its own: a promotion with another one is told from one that was interrupted.
