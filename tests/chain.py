@@ -23,6 +23,8 @@ def write(place, stop):
             last = hashlib.sha256(last.encode() + filler).hexdigest()
             db.execute("insert into chain values (?, ?, ?)", (n, filler, last))
         db.execute("commit")
+        if n == 20:
+            print("the first commit is done", flush=True)
         if n % 400 == 0:
             db.execute("delete from chain where n < ?", (n - 4000,))
 

@@ -31,7 +31,8 @@ impl From<OutOfMemory> for std::io::Error {
     }
 }
 
-/// The system's allocator for a program: where memory is refused, the program ends with a message and code 1, as after a kill. Without it, it aborts.
+/// The system's allocator for a program: where memory is refused, the program ends with a message and code 1, as after a kill. Without it, it aborts; as it
+/// still does where the C library lacks a few bytes of its own as a thread begins.
 pub struct Memory;
 
 /// Calls a function whose allocations may be refused.

@@ -475,12 +475,13 @@ impl Handle {
         let block_size = self.about.block_size;
         let size = self.backing.identity()?.size;
         let changes = self.blocks(size)?;
-        self.history()?.changes_since(positions, block_size, &changes)?;
+        // The record before the history: what an epoch has that another command ends meanwhile is in one of them.
         match &self.holder {
             Holder::Here(source) => changes.union_with(&source.dirty()?),
             Holder::Live(live) => changes.union_with(&live.dirty()?),
             Holder::Server(client, _) => client.dirty(&changes)?,
         }
+        self.history()?.changes_since(positions, block_size, &changes)?;
         Ok(changes)
     }
 

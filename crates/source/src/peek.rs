@@ -90,7 +90,7 @@ fn record_lost(
 }
 
 /// Adds to `into`, in blocks of the source's block size, what was written since the last epoch of its history: not all of it, if that is not known.
-/// Ends nothing and takes no lock.
+/// Ends nothing and takes no lock. An epoch that ends meanwhile takes what it has with it: a history that is read afterwards has that.
 ///
 /// # Errors
 /// If the source's server or its tracker fails.

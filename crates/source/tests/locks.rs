@@ -1,11 +1,12 @@
-//! What a connection asks in the midst of its writes is answered while a checkpoint waits for those writes.
+//! What is asked while a checkpoint is under way: it is answered, and nothing that was written is missing from the answer.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use device::{Buf, Disk, Piece, Request, RequestKind};
-use source::{ControlClient, ControlServer, History, Source, SourceOptions, StateDir};
+use source::{ControlClient, ControlServer, Handle, History, KnownPosition, Source, SourceOptions, StateDir};
 
 /// Long enough for any answer, on a busy machine too.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -67,5 +68,38 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
     assert!(!ending.is_finished(), "the checkpoint did not wait for the write");
     queue.complete(true).unwrap().result.unwrap();
     ending.join().unwrap();
+    drop(control);
+}
+
+#[test]
+fn what_was_written_is_in_each_estimate_while_epochs_end() {
+    let temp = tempfile::tempdir().unwrap();
+    let image = temp.path().join("vm.raw");
+    std::fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
+    let state = StateDir::find(Some(&temp.path().join("state")));
+    let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
+    let control = ControlServer::start(source.clone()).unwrap();
+    source.disk().write_at(0, &[1; 512]).unwrap();
+    let at = KnownPosition { epoch: source.checkpoint(false).unwrap().epoch, upto: 1 << 30 };
+    let (written, ended) = (AtomicU64::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for block in 1..=1000 {
+                source.disk().write_at(block * 4096, &[2; 512]).unwrap();
+                written.store(block, SeqCst);
+                source.checkpoint(false).unwrap();
+            }
+            ended.store(true, SeqCst);
+        });
+        let looks = || {
+            let handle = Handle::attach(&state, &image.to_string_lossy(), &SourceOptions::default()).unwrap();
+            while !ended.load(SeqCst) {
+                let least = written.load(SeqCst);
+                let found = handle.estimate(&[at]).unwrap();
+                assert!((1..=least).all(|block| found.get(block)), "of {least} blocks {}", found.count());
+            }
+        };
+        (0..4).for_each(|_| drop(scope.spawn(looks)));
+    });
     drop(control);
 }

@@ -53,7 +53,8 @@ fn a_busy_file_system_is_copied_as_of_one_moment() {
     }
     let (place, site) = (&tracked.place, &tracked.site);
     let (stop, copy) = (site.path("stop"), site.path("copy.raw"));
-    let writer = database("write").arg(place.join("chain.db")).arg(&stop).start();
+    let mut writer = database("write").arg(place.join("chain.db")).arg(&stop).start();
+    writer.wait_to_say("the first commit is done");
     let fio = Run::new("fio")
         .args(["--name=load", "--thread", "--rw=randwrite", "--bs=4k-64k", "--size=64m"])
         .args(["--ioengine=psync", "--fsync=50"])
@@ -202,7 +203,8 @@ fn the_state_may_be_on_the_disk_that_is_frozen() {
     let mut killed = sync().start();
     std::thread::sleep(Duration::from_millis(300));
     killed.kill();
-    let writer = database("write").arg(place.join("chain.db")).arg(&stop).start();
+    let mut writer = database("write").arg(place.join("chain.db")).arg(&stop).start();
+    writer.wait_to_say("the first commit is done");
     let mut last = 0;
     for round in 0..rounds(2, 50) {
         let synced = sync().arg("--wait").ok().summary();

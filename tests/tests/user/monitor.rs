@@ -2,7 +2,7 @@
 //! the way.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
@@ -965,4 +965,36 @@ fn a_past_that_was_given_up_is_reported() {
     // Whoever asks for something else has seen it.
     scene.sync(&["--keep-last", "2"]).ok();
     assert!(!problems(&scene.site, &[]).contains(&"past-given-up".to_owned()));
+}
+
+/// An epoch that ends while a monitor looks is not missing from what it finds.
+#[test]
+fn what_a_replica_lacks_is_found_while_epochs_end() {
+    let mut scene = Scene::synced("a monitor while epochs end", 16 * MIB);
+    let mut client = scene.client();
+    let scene = &scene;
+    let (other, name) = (scene.site.path("other.raw"), scene.replica.display().to_string());
+    let (written, ended) = (AtomicU64::new(0), AtomicBool::new(false));
+    let look = || {
+        let shown = scene.site.dsync(["status", "--json"]).arg(&scene.image).ok().json();
+        let sources = shown.iter().filter_map(|line| line["replicas"].as_array());
+        let ours = sources.flatten().find(|replica| replica["replica"] == name.as_str());
+        ours.unwrap_or_else(|| panic!("{shown:?}"))["blocks"].as_u64().expect("what it lacks")
+    };
+    let looks = || {
+        while !ended.load(SeqCst) {
+            let least = written.load(SeqCst);
+            let found = look();
+            assert!(found >= least, "of {least} blocks {found}");
+        }
+    };
+    std::thread::scope(|scope| {
+        (0..3).for_each(|_| drop(scope.spawn(looks)));
+        for block in 0..80 {
+            client.write(block * BLOCK, &[1; BLOCK as usize]).expect("a write");
+            written.store(block + 1, SeqCst);
+            scene.site.sync(&scene.image, &other, &[]).ok();
+        }
+        ended.store(true, SeqCst);
+    });
 }

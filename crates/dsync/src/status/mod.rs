@@ -225,7 +225,26 @@ impl SourceStatus {
     /// Reads what is known of a source, without holding it.
     pub(crate) fn read(place: &Path, about: SourceMetadata) -> Result<(SourceStatus, History)> {
         let folder = device::Dir::existing(place)?;
-        let (history, bookmarks) = read_both(&folder)?;
+        let both = || anyhow::Ok((Bookmarks::read(&folder)?, History::read(&folder)?));
+        let mut known = both()?;
+        for _ in 0..ATTEMPTS {
+            let status = SourceStatus::of(place, about.clone(), &known.1, &known.0)?;
+            // All of one moment: what an epoch has that ended meanwhile is in the record no more, and not yet in this history.
+            let before = std::mem::replace(&mut known, both()?);
+            if before.0 == known.0 && before.1.last() == known.1.last() {
+                return Ok((status, before.1));
+            }
+        }
+        Ok((SourceStatus::of(place, about, &known.1, &known.0)?, known.1))
+    }
+
+    fn of(
+        place: &Path,
+        about: SourceMetadata,
+        history: &History,
+        bookmarks: &Bookmarks,
+    ) -> Result<SourceStatus> {
+        let folder = device::Dir::existing(place)?;
         // A device without a byte has no disk, as a loop device that is detached.
         let found = device::identity(&about.path).ok().filter(|found| !found.is_block() || found.size > 0);
         let moment = source::moment_of(&folder, history.last())?;
@@ -235,7 +254,7 @@ impl SourceStatus {
         let disk = |file| source::disk_in(file, about.format).map_or(about.identity.size, |disk| disk.size);
         let size = found.map(disk).or(elsewhere.then_some(about.identity.size));
         let served = match ControlClient::connect(place)? {
-            Some(client) => Some(client.status(&history)?),
+            Some(client) => Some(client.status(history)?),
             None => None,
         };
         let block_size = about.block_size;
@@ -246,12 +265,12 @@ impl SourceStatus {
         let written = blocks();
         let lost = match history.last() {
             Some(_) if size.is_some() || served.is_some() => {
-                source::lost(place, &about, &history)?.map(|why| why.to_string())
+                source::lost(place, &about, history)?.map(|why| why.to_string())
             }
             _ => None,
         };
         let source::SourceWrites { unknown, clone } =
-            source::written_since(place, &about, &history, &written)?;
+            source::written_since(place, &about, history, &written)?;
         let lacks = |replica: String, bookmark: Bookmark| {
             let lacking = blocks();
             let position = KnownPosition { epoch: bookmark.epoch, upto: u64::MAX };
@@ -270,7 +289,7 @@ impl SourceStatus {
             let epoch = epoch.number;
             Lacking { replica, epoch, time, mirrored, blocks, blocks_at_least, why, unread, compared, tally }
         };
-        let checkpoints = checkpoint::listed(&history, &bookmarks, block_size);
+        let checkpoints = checkpoint::listed(history, bookmarks, block_size);
         let replicas =
             bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
         let replicas: Vec<Lacking> = replicas.collect();
@@ -280,7 +299,7 @@ impl SourceStatus {
         let asked = moment.is_some() || group.as_ref().is_some_and(|group| group.machine.is_some());
         let is_image = !about.identity.is_block() && !source::was_served(place);
         let is_untracked = served.is_none() && (asked || is_image);
-        let status = SourceStatus {
+        Ok(SourceStatus {
             kind: "source",
             path: about.path,
             uuid: about.uuid,
@@ -300,8 +319,7 @@ impl SourceStatus {
             first_copies,
             checkpoints,
             group,
-        };
-        Ok((status, history))
+        })
     }
 
     /// The machine whose disk it is.
@@ -319,19 +337,6 @@ impl SourceStatus {
     fn no_blocks(&self) -> Bitmap {
         Bitmap::new(self.tracked.div_ceil(u64::from(self.block_size)))
     }
-}
-
-/// The history and the bookmarks of one moment: a sync that ends in between would look like a gap.
-fn read_both(folder: &device::Dir) -> Result<(History, Bookmarks)> {
-    let mut bookmarks = Bookmarks::read(folder)?;
-    for _ in 0..ATTEMPTS {
-        let history = History::read(folder)?;
-        let before = std::mem::replace(&mut bookmarks, Bookmarks::read(folder)?);
-        if before == bookmarks {
-            return Ok((history, bookmarks));
-        }
-    }
-    Ok((History::read(folder)?, bookmarks))
 }
 
 /// How often a source that is synced without a pause is read again.

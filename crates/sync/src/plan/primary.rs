@@ -8,6 +8,7 @@
 use std::path::Path;
 
 use delta::Epoch;
+use device::Folder;
 use extents::Bitmap;
 use replica::FIRST_TERM;
 use source::{Handle, History, KnownPosition, SourceError, SourceMetadata};
@@ -104,7 +105,8 @@ fn primary(
     // Where this side does not know the one in common, the other may know the beginning of this one's term.
     let since = common.or(began).filter(|epoch| knows(&history, epoch));
     // What cannot be looked at is reported by the command that is named.
-    let found = since.and_then(|since| written_after(state, (place, about), &history, &since).ok());
+    let found =
+        since.and_then(|since| written_after(state, (place, about), (&*folder, &history), &since).ok());
     let (written, doubted) = found.map_or((None, false), |found| (found.bytes, found.doubted));
     let (epoch, reaches) = (history.last(), since.is_some());
     Ok(Primary { term, epoch, common, written, began, lives, reaches, doubted })
@@ -161,17 +163,19 @@ struct Written {
 fn written_after(
     state: &dyn Site,
     (place, about): (&Path, &SourceMetadata),
-    history: &History,
+    (folder, history): (&dyn Folder, &History),
     epoch: &Epoch,
 ) -> Result<Written, SourceError> {
     let block_size = u64::from(about.block_size);
     let size = history.last().and_then(|last| history.size_at(&last)).unwrap_or(0).max(about.identity.size);
     let blocks = Bitmap::new(size.div_ceil(block_size));
+    let unrecorded = state.written_since(place, about, history, &blocks)?.is_some();
     let position = KnownPosition { epoch: *epoch, upto: u64::MAX };
+    // Read after the record: an epoch may have ended meanwhile.
+    let history = History::read(folder)?;
     if history.changes_since(&[position], about.block_size, &blocks).is_err() {
         return Ok(Written { bytes: None, doubted: true });
     }
-    let unrecorded = state.written_since(place, about, history, &blocks)?.is_some();
     let rests = unrecorded && !about.identity.is_block();
     let doubted = rests && state.doubt(place, about).is_ok_and(|doubt| doubt.is_some());
     Ok(Written { bytes: Some(blocks.count().saturating_mul(block_size)), doubted })
