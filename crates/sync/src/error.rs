@@ -80,6 +80,16 @@ pub enum SyncError {
         "the source cannot be read ({0}), so the replica was not verified: --keep-going compares the rest"
     )]
     Unverifiable(String),
+    /// What changed at the source since the replica's epoch is not known, which the verification was to know.
+    #[error(
+        "what changed at the source since the replica's epoch {epoch} is not known ({why}), so a difference need not be damage"
+    )]
+    Inexact {
+        /// The replica's epoch.
+        epoch: u64,
+        /// Why it is not known.
+        why: String,
+    },
     /// A part of the replica cannot be read.
     #[error("the replica cannot be read: {0}: --keep-going skips what cannot be read")]
     UnreadableReplica(#[source] std::io::Error),
@@ -131,7 +141,7 @@ impl SyncError {
             SyncError::Source(e) => e.is_refusal(),
             SyncError::Replica(e) => e.is_refusal(),
             SyncError::Link(e) => e.is_refusal(),
-            SyncError::Refused(_) => true,
+            SyncError::Refused(_) | SyncError::Inexact { .. } => true,
             _ => false,
         };
         if refused { Class::Refused } else { Class::Failed }

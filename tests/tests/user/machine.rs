@@ -670,6 +670,30 @@ fn a_vm_that_is_off_is_verified_once_it_was_synced_so() {
     assert!(said.contains("3 disks verified, 1 with differences"), "{said}");
 }
 
+/// What one folder has by a comparison is a gap for the replicas in another.
+#[test]
+fn a_replica_is_verified_where_it_is_known_what_changed_since_its_epoch() {
+    let Some(world) = World::new("a verify of a VM with replicas in two folders") else { return };
+    let other = world.site.path("other");
+    std::fs::create_dir(&other).expect("a folder");
+    let there = |command: &str| world.dsync(&[command, "vm:t1"]).arg(&other);
+    there("sync").ok();
+    world.host.writes_on(VM);
+    world.host.virsh(["destroy", VM]).ok();
+    world.sync();
+    assert!(world.verify().ok().text().contains("3 disks verified, 0 with differences, 0 not verified"));
+    let refused = there("verify").code(4);
+    for disk in ["vda", "vdb"] {
+        refused.says(&[&format!(
+            "{disk}: not verified: what changed at the source since the replica's epoch 1 is not known ("
+        )]);
+    }
+    refused.says(&["no disk of t1 can be verified", &format!("run \"dsync sync vm:t1 {}", other.display())]);
+    there("sync").ok();
+    there("verify").ok();
+    world.verify().ok();
+}
+
 #[test]
 fn a_vm_is_one_row_of_the_status_with_its_members_behind_it() {
     let Some(world) = World::new("the status of a VM by its name") else { return };

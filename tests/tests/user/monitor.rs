@@ -970,7 +970,7 @@ fn a_past_that_was_given_up_is_reported() {
 /// An epoch that ends while a monitor looks is not missing from what it finds.
 #[test]
 fn what_a_replica_lacks_is_found_while_epochs_end() {
-    let mut scene = Scene::synced("a monitor while epochs end", 16 * MIB);
+    let scene = Scene::synced("a monitor while epochs end", 16 * MIB);
     let mut client = scene.client();
     let scene = &scene;
     let (other, name) = (scene.site.path("other.raw"), scene.replica.display().to_string());

@@ -81,6 +81,7 @@ pub(crate) fn options(args: &args::Verify, steering: &Steering, is_far: bool) ->
         bwlimit: steering.pace.clone(),
         polite: args.far.polite,
         keep_going: args.keep_going,
+        exact: false,
         journal_dir: args.far.journal_dir.clone(),
         way: Way::to(is_far),
     }

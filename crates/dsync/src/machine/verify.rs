@@ -12,7 +12,7 @@ use std::time::Instant;
 use anyhow::Result;
 use serde::Serialize;
 use source::{GroupHandle, Handle, SourceOptions, StateDir};
-use sync::{ToldMember, VerifyOptions};
+use sync::{SyncError, ToldMember, VerifyOptions};
 
 use super::carry::Carried;
 use super::{How, Machine, Untold, virsh};
@@ -60,7 +60,8 @@ pub(crate) fn verify(
     check(args)?;
     virsh::wait_for(args.far.timeout);
     let folder = Location::folder(&args.destination)?;
-    let options = verify_command::options(args, steering, folder.host.is_some());
+    let options =
+        VerifyOptions { exact: true, ..verify_command::options(args, steering, folder.host.is_some()) };
     let machine = Machine::find(name, (&args.machine, &args.open), state, output)?;
     machine.refuse_unknown()?;
     let _lock = machine.lock()?;
@@ -183,40 +184,56 @@ impl Verification<'_> {
 
     /// Compares those members of which it is told what was written, and all behind them.
     fn compare(&mut self, group: GroupHandle, is_told: &[bool]) -> Result<u8> {
-        let (output, mut code, mut failed) = (self.machine.output, 0, Vec::new());
+        let (output, mut code, mut is_any, mut failed) = (self.machine.output, 0, false, Vec::new());
         for (at, (handle, file)) in group.members().iter().zip(group.files()).enumerate() {
             if is_told.get(at).is_some_and(|told| !told) {
                 continue;
             }
             match self.compare_one(handle, file) {
-                // What could not be read is worse than a difference.
-                Ok(found) if code == 0 || (code == DIFFERS && found != 0) => code = found,
-                Ok(_) => {}
+                Ok(found) => {
+                    is_any |= at < is_told.len() && found.is_some();
+                    // What could not be read is worse than a difference.
+                    let found = found.unwrap_or(0);
+                    if code == 0 || (code == DIFFERS && found != 0) {
+                        code = found;
+                    }
+                }
                 Err(error) => failed.push(error),
             }
         }
         let closed = group.close();
         let Some(last) = failed.pop() else {
             closed?;
-            return Ok(code);
+            return if is_any { Ok(code) } else { Err(self.refuse_all()) };
         };
         failed.iter().for_each(|error| output.error(&failure::text(error), failure::code(error)));
         Err(last)
     }
 
-    fn compare_one(&mut self, handle: &Handle, file: &str) -> Result<u8> {
+    /// The exit code for one member; `None` if its differences could be changes.
+    fn compare_one(&mut self, handle: &Handle, file: &str) -> Result<Option<u8>> {
         let Machine { state, output, .. } = self.machine;
-        let source = Location::parse(&handle.about().path.to_string_lossy())?;
+        let path = &handle.about().path;
+        let source = Location::parse(&path.to_string_lossy())?;
         let ends = Ends { source, destination: self.folder.within(Path::new(file)) };
         let progress = |done, total| output.progress(done, total);
         let verified = ends.converse(&self.args.far, state, None, |link, path, name| {
             sync::verify(handle, link, path, name, &self.options, &progress)
         });
         output.finish();
-        let verified = verified?;
+        let verified = match verified {
+            Err(error) if matches!(error.downcast_ref(), Some(SyncError::Inexact { .. })) => {
+                let disk = self.machine.disks().find(|(_, image)| image.path == *path);
+                let name = disk.map_or(file, |(target, _)| target);
+                self.machine.say_unverified((name, path), &Untold::Because(error.to_string()));
+                self.found.unverified.push(name.to_owned());
+                return Ok(None);
+            }
+            verified => verified?,
+        };
         self.found.verified.push(verified.destination.clone());
         self.found.differing.extend(verified.differs().then(|| verified.destination.clone()));
-        Ok(verify_command::tell(&verified, output))
+        Ok(Some(verify_command::tell(&verified, output)))
     }
 
     /// Of a verify that would find nothing out.

@@ -74,6 +74,9 @@ pub struct VerifyOptions {
     pub polite: bool,
     /// Skip what cannot be read.
     pub keep_going: bool,
+    /// Refuse, before anything is read, what could only say that differences may be changes: [`SyncError::Inexact`].
+    #[serde(skip)]
+    pub exact: bool,
     /// Where the replica keeps lineage and journal.
     #[serde(skip)]
     pub journal_dir: Option<PathBuf>,
@@ -251,6 +254,9 @@ impl<'a> Proof<'a> {
             false => known(handle, &position, &status)?,
         };
         refuse(handle, &status, options, lost.as_deref())?;
+        if let Some(why) = lost.clone().filter(|_| options.exact) {
+            return Err(SyncError::Inexact { epoch: position[0].epoch.number, why });
+        }
         // The view first, then what changed up to it: no write can fall between.
         let view = Arc::new(handle.view(false)?);
         let (size, block_size) = (view.len(), handle.about().block_size);
