@@ -1,6 +1,7 @@
 //! Exit codes, and errors of the command itself.
 
 use std::fmt;
+use std::io::Write;
 
 use anyhow::{Context as _, Result};
 
@@ -116,6 +117,11 @@ pub(crate) fn text(error: &anyhow::Error) -> String {
             text = format!("{text}: {cause}");
         }
     }
+    advised(text)
+}
+
+/// A system's error with what its number leaves out.
+fn advised(mut text: String) -> String {
     // EFBIG does not name the limit of the process, which is the usual reason.
     if text.contains("(os error 27)") {
         text.push_str(" for the file system, or for the limit of \"ulimit -f\"");
@@ -131,6 +137,20 @@ pub(crate) fn text(error: &anyhow::Error) -> String {
         );
     }
     text
+}
+
+/// Ends the program, as it ends wherever it lacks memory, where the standard library panics for it: as a thread begins.
+pub(crate) fn on_panic() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        match panic.payload().downcast_ref::<String>().filter(|text| text.contains("(os error 12)")) {
+            Some(text) => {
+                let _ = writeln!(std::io::stderr(), "dsync: {}", advised(text.clone()));
+                std::process::exit(i32::from(FAILED));
+            }
+            None => usual(panic),
+        }
+    }));
 }
 
 /// Ends the program with code 130 when it is interrupted, after `says`. Work in progress is as safe as after any other

@@ -46,6 +46,7 @@ fn main() -> ExitCode {
     // A file beyond "ulimit -f" is an error that can be told then, and no sudden death. A handler, because a signal that is
     // ignored stays so for the programs that this one starts.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
+    failure::on_panic();
     let words = match paper_names(std::env::args_os().collect()) {
         Ok(words) => words,
         Err(usage) => {

@@ -884,6 +884,9 @@ fn a_mirror_of_a_vm_waits_while_it_is_off() {
     assert!(ended.status.success(), "{ended}");
     assert!(ended.text().contains("vda: compared: the VM ran at its last sync"), "{ended}");
     world.equal();
+    // As long as it is off, its replicas do not age.
+    std::thread::sleep(Duration::from_millis(2100));
+    assert_eq!(world.dsync(&["status", "--check", "--max-age", "1s"]).ok().text(), "OK\n");
 }
 
 #[test]

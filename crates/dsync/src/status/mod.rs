@@ -102,6 +102,9 @@ pub(crate) struct Lacking {
     pub unread: u64,
     /// It will be compared: what changed between its epoch and the last one is not known.
     pub compared: bool,
+    /// Nothing was written to the source since: by its record, or because it is as the last command has left it.
+    #[serde(skip)]
+    pub is_current: bool,
     /// What was done for it so far.
     pub tally: Tally,
 }
@@ -109,7 +112,7 @@ pub(crate) struct Lacking {
 impl Lacking {
     /// How long ago it was last up to date, in seconds; 0 if nothing was written since.
     pub(crate) fn lag(&self, now: u64) -> u64 {
-        if self.blocks == Some(0) { 0 } else { now.saturating_sub(self.time) }
+        if self.is_current { 0 } else { now.saturating_sub(self.time) }
     }
 
     /// The failure of the last attempt.
@@ -286,8 +289,22 @@ impl SourceStatus {
             let (time, mirrored) = (mirror.unwrap_or(0).max(time), mirror.is_some_and(|upto| upto > time));
             let tally = Tally::read(place, &replica);
             let blocks_at_least = if compared { 0 } else { lacking.count() };
+            let is_left = served.is_none() && lost.is_none() && !compared;
+            let is_current = blocks.unwrap_or(blocks_at_least) == 0 && (blocks.is_some() || is_left);
             let epoch = epoch.number;
-            Lacking { replica, epoch, time, mirrored, blocks, blocks_at_least, why, unread, compared, tally }
+            Lacking {
+                replica,
+                epoch,
+                time,
+                mirrored,
+                blocks,
+                blocks_at_least,
+                why,
+                unread,
+                compared,
+                is_current,
+                tally,
+            }
         };
         let checkpoints = checkpoint::listed(history, bookmarks, block_size);
         let replicas =

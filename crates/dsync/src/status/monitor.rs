@@ -301,7 +301,7 @@ fn of_replica(
             "differs",
             format!("replica differs: {name} differed from {path} in {bytes} when it was verified on {time}"),
         )
-    } else if let Some(max) = max_age.filter(|max| age > *max && replica.blocks != Some(0)) {
+    } else if let Some(max) = max_age.filter(|max| age > *max && !replica.is_current) {
         // What was not written to since is not out of date.
         let why = failed.map_or(String::new(), |f| format!("; the last attempt failed: {}", f.message));
         let (time, max) = (device::moment(replica.time), units::seconds(max.as_secs_f64()));

@@ -148,10 +148,8 @@ impl Table<'_> {
         let state = worst.or_else(|| copies().find(|row| !usual(&row.cells[2])));
         let state = state.or_else(|| copies().find(|row| row.cells[2] == "synced")).or(copies().next());
         let state = state.map_or("not synced", |row| &row.cells[2]);
-        let replicas =
-            disks().flat_map(|source| source.replicas.iter().map(move |replica| (source, replica)));
-        let late = replicas.filter(|(source, replica)| !is_current(source, replica));
-        let behind = late.map(|(_, replica)| replica.lag(self.now)).max();
+        let late = disks().flat_map(|source| &source.replicas).filter(|replica| !replica.is_current);
+        let behind = late.map(|replica| replica.lag(self.now)).max();
         let behind = behind.map_or(NONE.into(), device::human_time);
         let size = units::size(disks().map(|source| source.tracked).sum());
         let folder = |row: &Row| row.cells[5].rsplit_once('/').map(|(folder, _)| folder.to_owned());
@@ -192,7 +190,7 @@ impl Table<'_> {
         let state = match (replica.work(), problem) {
             (_, Some(problem)) => problem,
             (Some(work), None) => working(work),
-            (None, None) if is_current(source, replica) => "up to date".into(),
+            (None, None) if replica.is_current => "up to date".into(),
             (None, None) => "synced".into(),
         };
         let behind = behind(source, replica, self.now);
@@ -287,17 +285,11 @@ fn working(work: &Work) -> String {
     }
 }
 
-/// True if nothing was written to the source since: by its record, or because it is as the last command has left it.
-fn is_current(source: &SourceStatus, replica: &Lacking) -> bool {
-    let is_left = source.served.is_none() && source.lost.is_none() && !replica.compared;
-    replica.blocks == Some(0) || (is_left && replica.blocks.is_none() && replica.blocks_at_least == 0)
-}
-
 /// How long a replica is behind, and by how much, as far as that is known.
 fn behind(source: &SourceStatus, replica: &Lacking, now: u64) -> String {
     let lag = device::human_time(replica.lag(now));
     match replica.blocks {
-        _ if is_current(source, replica) => NONE.into(),
+        _ if replica.is_current => NONE.into(),
         // They count from its last epoch.
         _ if replica.mirrored => lag,
         Some(blocks) => {
