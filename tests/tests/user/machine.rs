@@ -678,9 +678,18 @@ fn a_replica_is_verified_where_it_is_known_what_changed_since_its_epoch() {
     std::fs::create_dir(&other).expect("a folder");
     let there = |command: &str| world.dsync(&[command, "vm:t1"]).arg(&other);
     there("sync").ok();
-    world.host.writes_on(VM);
+    // Nothing is known of a VM that was started anew. What a killed run left ends also where all is refused.
+    world.host.kill(VM);
+    world.host.on(VM);
+    world.begun().kill();
+    assert!(world.host.job(VM).is_some());
+    there("verify")
+        .code(4)
+        .says(&["vda: not verified: its QEMU was started", "no disk of t1 can be verified"]);
+    assert_eq!(world.host.job(VM), None);
     world.host.virsh(["destroy", VM]).ok();
-    world.sync();
+    // Its checkpoints cannot be deleted while it is off.
+    world.run(&[]).ok();
     assert!(world.verify().ok().text().contains("3 disks verified, 0 with differences, 0 not verified"));
     let refused = there("verify").code(4);
     for disk in ["vda", "vdb"] {

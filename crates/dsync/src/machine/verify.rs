@@ -120,6 +120,8 @@ impl Verification<'_> {
             }
         }
         if known.is_empty() {
+            // What a killed run left is not to wait for a run that is not refused.
+            machine.job()?.end()?;
             return Err(self.refuse_all());
         }
         let begun = machine.job()?.enter()?;
