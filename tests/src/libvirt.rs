@@ -2,6 +2,7 @@
 //! changed. The guest of its VMs is a boot sector that never stops writing: it needs no kernel, and writes within seconds.
 
 use std::fs;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -198,8 +199,12 @@ impl Drop for Libvirt {
 /// A disk in the words of libvirt, with something more in it. The BIOS knows only those from which it may boot.
 pub fn disk(image: &Path, letter: char, more: &str) -> String {
     let format = image.extension().and_then(|end| end.to_str()).unwrap_or("raw");
+    let is_device = fs::metadata(image).is_ok_and(|found| found.file_type().is_block_device());
+    // What is written to a device stays in the page cache as long as it can.
+    let (kind, attribute, cache) =
+        if is_device { ("block", "dev", " cache='unsafe'") } else { ("file", "file", "") };
     format!(
-        "<disk type='file' device='disk'><driver name='qemu' type='{format}'/><source file='{}'/>\
+        "<disk type='{kind}' device='disk'><driver name='qemu' type='{format}'{cache}/><source {attribute}='{}'/>\
          <target dev='vd{letter}' bus='virtio'/><boot order='{}'/>{more}</disk>",
         image.display(),
         u32::from(letter) - u32::from('`')

@@ -71,7 +71,8 @@ impl Handle {
             return handle.unless_told(options);
         }
         let path = place_of(state, what, options)?;
-        if let Some(tracker) = trackers::find(&path)? {
+        let is_told = options.told.as_ref().is_some_and(|told| told.recorded().is_some());
+        if let Some(tracker) = trackers::find(&path)?.filter(|_| !is_told) {
             return Handle::from(Live::open(state, &path, tracker)?).unless_told(options);
         }
         refuse_member(state, what, options)?;

@@ -58,6 +58,7 @@ pub use disk::clones::Around;
 pub use disk::discard::clear;
 pub use disk::export::unrecorded;
 pub use disk::moments::{ChangeList, LastMoment, Still, Told, ToldChanges, last_moment, moment_of};
+pub use disk::recorded::Recorded;
 pub use error::SourceError;
 pub use forget::{forget_bookmark, forget_source, in_use, is_recorded};
 pub use gap::Gap;

@@ -4,8 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use dsync_tests::libvirt::{Libvirt, disk, one_moment, writer};
+use dsync_tests::mount::Loop;
 use dsync_tests::site::binary;
-use dsync_tests::{Background, Output, Random, Run, Site, rounds, until};
+use dsync_tests::tracked::Untrack;
+use dsync_tests::{Background, Output, Random, Run, Site, got, need, rounds, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -943,4 +945,90 @@ fn a_replica_of_a_vm_that_was_changed_is_taken_over_with_the_others() {
     world.verify().code(5);
     world.run(&["--adopt"]).ok();
     world.sync_paused();
+}
+
+/// What QEMU tells of no raw disk, the tracker of a device tells: while the VM runs, as it is off, and after it was started anew.
+#[test]
+fn a_device_of_a_vm_that_is_tracked_is_not_compared() {
+    let what = "a VM with a device that is tracked";
+    if !Libvirt::possible(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let site = Site::new();
+    let device = Loop::new(&writer(&site, "b.raw"));
+    if !got(device.as_ref().ok_or("there is no free loop device"), what) {
+        return;
+    }
+    let (device, host, replicas) = (device.expect("a device"), Libvirt::start(), site.path("replicas"));
+    std::fs::create_dir(&replicas).expect("a folder");
+    let added = site.dsync(["track", "add"]).arg(device.device()).output();
+    if !got(added.status.success().then_some(()).ok_or(&added.stderr), what) {
+        return;
+    }
+    let world = World { site, host, replicas };
+    let _tracked = Untrack(&world.site, device.device());
+    world.host.boot(VM, &[&writer(&world.site, "a.qcow2"), device.device()]);
+    let equal = || {
+        let [_, replica] = world.disks();
+        Run::new("cmp").arg(device.device()).arg(replica).ok();
+    };
+    let said = world.sync().text();
+    assert!(said.contains("vdb: copied: "), "{said}");
+    const RECORDED: &str =
+        "vdb: tracked: what was written to the device since its last sync is recorded in the kernel";
+    let sync = |paused: bool| {
+        world.host.writes_on(VM);
+        if paused {
+            world.host.virsh(["suspend", VM]).ok();
+        }
+        let lines = world.run(&["--json"]).ok().json();
+        let of_vdb = |line: &&serde_json::Value| line["kind"] == "machine-disk" && line["disk"] == "vdb";
+        assert_eq!(lines.iter().find(of_vdb).expect("a line of vdb")["how"], "recorded");
+        let name = device.device().display().to_string();
+        let summary = lines.iter().find(|line| line["source"] == name.as_str()).expect("its summary");
+        assert_eq!(
+            (&summary["method"], &summary["trust"]),
+            (&"tracked".into(), &"tracked".into()),
+            "{summary}"
+        );
+        assert!(summary["bytes_read"].as_u64().is_some_and(|read| read < 40 << 20), "{summary}");
+        if paused {
+            equal();
+            world.host.virsh(["resume", VM]).ok();
+        } else {
+            one_moment([&world.disks()[0], &world.disks()[1]]);
+        }
+    };
+    let mut random = Random::new(what);
+    for round in 0..rounds(2, 30) {
+        let mut killed = world.run(&[]).start();
+        std::thread::sleep(Duration::from_millis(random.below(1500)));
+        killed.kill();
+        sync(round % 2 == 0);
+    }
+    // What is not told of the one is told of the other.
+    world.host.kill(VM);
+    world.host.on(VM);
+    assert!(world.run(&["-n"]).ok().text().contains(RECORDED));
+    sync(true);
+    let told = world.verify().ok().text();
+    assert!(told.contains("3 disks verified, 0 with differences, 0 not verified"), "{told}");
+    // As it is off, what it wrote last is brought without reading all.
+    world.host.writes_on(VM);
+    world.host.virsh(["destroy", VM]).ok();
+    let said = world.run(&[]).ok().text();
+    assert!(said.contains(RECORDED), "{said}");
+    equal();
+    world.host.on(VM);
+    sync(false);
+    // Without its tracker it is compared.
+    world.site.dsync(["track", "remove"]).arg(device.device()).ok();
+    world.host.virsh(["suspend", VM]).ok();
+    let said = world.run(&[]).ok().text();
+    equal();
+    let way = format!("\"dsync track add {}\" has the kernel record", device.device().display());
+    assert!(
+        said.contains("vdb: compared: libvirt keeps no checkpoint of a raw device: ") && said.contains(&way),
+        "{said}"
+    );
 }

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use roxmltree::Document;
-use source::{Handle, SourceError, StateDir, Still};
+use source::{Handle, Recorded, SourceError, StateDir, Still};
 
 use super::Untold;
 use super::domain::Domain;
@@ -39,20 +39,38 @@ const OURS: &str = "dsync-";
 /// The run that an interrupt would end.
 static CURRENT: Mutex<Option<Arc<Job>>> = Mutex::new(None);
 
-/// A disk in a backup job, with the checkpoint from which its changes are told, or why they are not.
+/// From what it is known what was written to a disk since its last sync.
 #[derive(Debug, Clone)]
+pub(super) enum Basis {
+    /// The checkpoint of this name.
+    Checkpoint(String),
+    /// What its tracker has recorded.
+    Record,
+}
+
+/// A disk in a backup job, with that from which its changes are told, or why they are not.
+#[derive(Debug)]
 pub(super) struct Part {
     pub target: String,
     pub path: PathBuf,
     pub is_qcow2: bool,
+    /// A tracker may have recorded what was written to it.
+    pub is_raw_device: bool,
     /// libvirt keeps checkpoints of it.
     pub is_listed: bool,
     /// Names the image as it is open in this QEMU; `None` if that is not known.
     pub mark: Option<String>,
-    pub since: Result<String, Untold>,
+    /// What is recorded of it, from before the job on.
+    pub recorded: Option<Recorded>,
+    pub since: Result<Basis, Untold>,
 }
 
 impl Part {
+    /// True if QEMU tells what was written to it.
+    pub(super) fn has_bitmap(&self) -> bool {
+        matches!(self.since, Ok(Basis::Checkpoint(_)))
+    }
+
     /// Takes what its source knows against its bitmap.
     ///
     /// # Errors
@@ -184,12 +202,11 @@ impl Job {
                 self.end()?;
                 continue;
             }
-            let told = |part: &Part| part.since.is_ok();
             // It names the disk whose bitmap is gone; where it names none, all are compared.
             let named = |part: &Part| why.contains(&format!("'{}'", part.target));
-            let names_one = parts.iter().any(|part| told(part) && named(part));
+            let names_one = parts.iter().any(|part| part.has_bitmap() && named(part));
             let lost: Vec<_> =
-                parts.iter_mut().filter(|part| told(part) && (named(part) || !names_one)).collect();
+                parts.iter_mut().filter(|part| part.has_bitmap() && (named(part) || !names_one)).collect();
             if lost.is_empty() {
                 return Err(Failure::failed(format!(
                     "libvirt does not begin a backup job of {}: {why}",
@@ -205,8 +222,10 @@ impl Job {
     fn backup(&self, parts: &[Part]) -> String {
         let disks = parts.iter().map(|part| {
             let mode = match &part.since {
-                Ok(since) => format!("backupmode='incremental' incremental='{}'", quoted(since)),
-                Err(_) => "backupmode='full'".to_owned(),
+                Ok(Basis::Checkpoint(since)) => {
+                    format!("backupmode='incremental' incremental='{}'", quoted(since))
+                }
+                _ => "backupmode='full'".to_owned(),
             };
             let scratch = quoted(&format!("{}{}.scratch", self.scratch, part.target));
             format!("<disk name='{}' type='file' {mode}><scratch file='{scratch}'/></disk>", part.target)

@@ -2,7 +2,7 @@
 //! members.
 //!
 //! - While it *runs*, one backup job shows all disks as of one moment (`job.rs`), and tells of each disk what was written since the moment before, where
-//!   libvirt keeps a checkpoint of it. Any other disk is compared.
+//!   libvirt keeps a checkpoint of it. Of a device that is tracked its tracker tells it. Any other disk is compared.
 //! - While it is *off*, its disks are at rest, and locked, so that it does not start.
 //! - Its *definition*, and its NVRAM, are members as well (`carry.rs`): read before and after the moment, and the same.
 
@@ -66,6 +66,8 @@ impl fmt::Display for Untold {
 enum How {
     /// By a bitmap of QEMU.
     Bitmap,
+    /// By its tracker in the kernel.
+    Recorded,
     /// Read on both sides.
     Compared,
     /// For the first time.
@@ -288,6 +290,7 @@ impl<'a> Machine<'a> {
             How::LeftOut => self.output.say(&format!("{disk}: left out: {why}")),
             How::Still => self.output.say(&format!("{disk}: not read: {why}")),
             How::Bitmap => self.output.say(&format!("{disk}: QEMU's bitmap since {why}")),
+            How::Recorded => self.output.say(&format!("{disk}: tracked: {why}")),
             How::Compared => self.output.say(&format!("{disk}: compared: {why}")),
             How::Unverified => self.output.warn(&format!("{disk}: not verified: {why}")),
         }

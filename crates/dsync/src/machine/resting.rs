@@ -4,11 +4,12 @@ use std::path::Path;
 
 use anyhow::Result;
 use device::Format;
-use source::{GroupHandle, Handle, SourceOptions};
+use source::{GroupHandle, Handle, Recorded, SourceError, SourceOptions, Told, ToldChanges};
 use sync::ToldMember;
 
 use super::carry::Carried;
 use super::domain::{Domain, Image};
+use super::running::{RECORDED, is_raw_device};
 use super::{How, Machine, Pushed, Untold};
 use crate::commands::group_command::GroupSync;
 use crate::failure::Failure;
@@ -22,8 +23,11 @@ impl Machine<'_> {
     pub(super) fn sync_resting(&self, sync: &GroupSync<'_>) -> Result<Pushed> {
         self.say_left_out();
         let mut members = Vec::new();
+        let mut recorded = Vec::new();
         for (target, image) in self.disks() {
-            members.push(self.resting(target, image)?);
+            let record = if sync.is_dry_run() { None } else { record_of(image)? };
+            recorded.push(record.is_some());
+            members.push(self.resting(target, image, record)?);
         }
         if sync.is_dry_run() {
             for (target, image) in self.disks() {
@@ -35,10 +39,11 @@ impl Machine<'_> {
         members.extend(self.carried(before.write(self.state, &self.name)?));
         let group = sync::attach_told_group(self.state, &self.group, &members)?;
         let group = self.still_off(group, &before)?;
-        for ((target, image), handle) in self.disks().zip(group.members()) {
+        for (((target, image), handle), is_recorded) in self.disks().zip(group.members()).zip(recorded) {
             let known = handle.last_epoch()?.is_some();
             let (how, why) = match self.untold(&image.path, handle)? {
                 Some(why) => (How::Compared, why),
+                None if known && is_recorded => (How::Recorded, RECORDED.into()),
                 None if known => (How::Still, STILL.into()),
                 None => (How::Copied, Untold::New.to_string()),
             };
@@ -48,12 +53,19 @@ impl Machine<'_> {
     }
 
     /// A disk at rest as a member of the group.
-    pub(super) fn resting(&self, target: &str, image: &Image) -> Result<ToldMember> {
+    pub(super) fn resting(
+        &self,
+        target: &str,
+        image: &Image,
+        recorded: Option<Recorded>,
+    ) -> Result<ToldMember> {
         if !image.beneath.is_empty() {
             return Err(self.refuse_overlay(target).into());
         }
         let format = image.is_qcow2.then_some(Format::Qcow2);
-        self.member(target, &image.path, SourceOptions { format, ..SourceOptions::default() })
+        let (changes, group) = (recorded.map(ToldChanges::Recorded), Some(self.group.clone()));
+        let told = changes.map(|changes| Told { changes, group, ..Told::default() });
+        self.member(target, &image.path, SourceOptions { told, format, ..SourceOptions::default() })
     }
 
     /// The members, which are locked now, unless the machine was started or changed before.
@@ -89,4 +101,9 @@ impl Machine<'_> {
             self.domain.name
         ))
     }
+}
+
+/// What is recorded of a device from now on, if it is tracked.
+pub(super) fn record_of(image: &Image) -> Result<Option<Recorded>, SourceError> {
+    if is_raw_device(image) { Recorded::begin(&image.path) } else { Ok(None) }
 }

@@ -2,17 +2,18 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 use anyhow::Result;
-use device::Format;
-use source::{Members, SourceOptions, Told, ToldChanges};
+use device::{Dir, Format};
+use source::{History, Members, Recorded, SourceOptions, Told, ToldChanges};
 use sync::{CutHook as _, ToldMember};
 
 use super::carry::Carried;
 use super::domain::{Domain, Image};
-use super::job::{self, Begun, Job, Part, name_at};
+use super::job::{self, Basis, Begun, Job, Part, name_at};
 use super::made::Made;
 use super::{How, Machine, Pushed, Untold};
 use crate::commands::group_command::GroupSync;
@@ -21,6 +22,11 @@ use crate::failure::Failure;
 
 /// How often it is begun anew because the machine was changed meanwhile.
 const ATTEMPTS: usize = 5;
+/// How the changes of a device are known.
+pub(super) const RECORDED: &str =
+    "what was written to the device since its last sync is recorded in the kernel";
+/// Why they are not, where the tracker was removed between two looks.
+const NOT_TRACKED: &str = "it is not tracked any more";
 /// Bytes at the beginning of an image, which say of which version it is.
 const HEAD: usize = 8;
 
@@ -50,7 +56,7 @@ impl Machine<'_> {
         let mut pushed = sync.run(group, false)?;
         self.end(begun)?;
         let members = pushed.iter_mut().flat_map(|(_, members)| members);
-        for (member, _) in members.zip(&parts).filter(|(_, part)| part.since.is_ok()) {
+        for (member, _) in members.zip(&parts).filter(|(_, part)| part.has_bitmap()) {
             if member.trust == TRACKED {
                 member.trust = "as told by QEMU".into();
             }
@@ -65,12 +71,15 @@ impl Machine<'_> {
 
     /// A disk as a member of the group, as the job shows it.
     pub(super) fn shown(&self, part: &Part, begun: &Begun, name: &str) -> Result<ToldMember> {
-        let changes = match &part.since {
-            Ok(since) => {
+        let changes = match (&part.recorded, &part.since) {
+            // What is recorded from now on is for the next sync, whatever is known by now.
+            (Some(recorded), _) => ToldChanges::Recorded(recorded.clone()),
+            (None, Ok(Basis::Checkpoint(since))) => {
                 let context = format!("qemu:dirty-bitmap:backup-{}", part.target);
                 ToldChanges::Bitmap { since: since.clone(), context }
             }
-            Err(why) => ToldChanges::Lost(why.to_string()),
+            (None, Ok(Basis::Record)) => ToldChanges::Lost(NOT_TRACKED.into()),
+            (None, Err(why)) => ToldChanges::Lost(why.to_string()),
         };
         let told = Some(Told {
             place: Some(begun.place(&part.target)),
@@ -116,6 +125,9 @@ impl Machine<'_> {
             let before = Carried::read(&self.virsh, &self.domain)?;
             let mut parts = self.parts()?;
             parts.retain(&wanted);
+            for part in parts.iter_mut().filter(|part| part.is_raw_device) {
+                part.recorded = Recorded::begin(&part.path)?;
+            }
             // Another one in each attempt: the checkpoint of one that is given up is of another moment.
             let name = name_at(UNIX_EPOCH.elapsed().unwrap_or_default());
             begun.begin(&mut parts, &name)?;
@@ -143,17 +155,18 @@ impl Machine<'_> {
             let listed = listed(image);
             let is_listed = listed.is_ok();
             let path = self.source_of(image, &members);
+            let is_raw_device = is_raw_device(image);
             let since = match listed {
-                Err(why) => Err(because(why)),
-                Ok(()) => self.since(&path, &checkpoints)?,
+                Err(why) => self.tracked(&path, is_raw_device)?.unwrap_or(Err(because(why))),
+                Ok(()) => self.since(&path, &checkpoints)?.map(Basis::Checkpoint),
             };
             let mark = qemu.as_ref().zip(image.index.as_ref()).map(|(qemu, index)| format!("{qemu}-{index}"));
             let since = match (since, &mark) {
-                (Ok(since), mark) => {
+                (Ok(Basis::Checkpoint(since)), mark) => {
                     let created = self.virsh.created(&since)?;
                     let both = mark.as_ref().zip(created.as_ref());
                     match both.is_some_and(|(mark, created)| made.has(&since, target, mark, created)) {
-                        true => Ok(since),
+                        true => Ok(Basis::Checkpoint(since)),
                         false => Err(because(
                             "its QEMU was started, its image opened, or its checkpoint made again after its last sync",
                         )),
@@ -164,9 +177,37 @@ impl Machine<'_> {
             let target = target.to_owned();
             // What is beneath is known, whatever it is.
             let is_qcow2 = image.is_qcow2 && path == image.path;
-            parts.push(Part { target, path, is_qcow2, is_listed, mark, since });
+            parts.push(Part {
+                target,
+                path,
+                is_qcow2,
+                is_raw_device,
+                is_listed,
+                mark,
+                recorded: None,
+                since,
+            });
         }
         Ok(parts)
+    }
+
+    /// Of a raw device: that its tracker tells what was written to it, or why none does.
+    fn tracked(&self, path: &Path, is_raw_device: bool) -> Result<Option<Result<Basis, Untold>>> {
+        if !is_raw_device {
+            return Ok(None);
+        }
+        if trackers::find(path)?.is_none() {
+            return Ok(Some(Err(because(&format!(
+                "libvirt keeps no checkpoint of a raw device: \"dsync track add {}\" has the kernel record what is written to it",
+                path.display()
+            )))));
+        }
+        let Some((place, about)) = self.state.source(&path.to_string_lossy())? else {
+            return Ok(Some(Err(Untold::New)));
+        };
+        let history = History::read(&Dir::existing(&place)?)?;
+        let lost = source::lost(&place, &about, &history)?;
+        Ok(Some(lost.map_or(Ok(Basis::Record), |why| Err(because(&why.to_string())))))
     }
 
     /// The checkpoint from which the changes of a disk can be told, or why there is none.
@@ -197,14 +238,24 @@ impl Machine<'_> {
     }
 
     fn say_parts(&self, parts: &[Part]) {
-        for part in parts {
-            let (how, why) = match &part.since {
-                Ok(since) => (How::Bitmap, since.clone()),
-                Err(why) => (why.into(), why.to_string()),
-            };
-            self.say((&part.target, Some(&part.path)), how, &why);
-        }
+        parts.iter().for_each(|part| self.say_part(part));
     }
+
+    /// Says of a disk how its changes are known, or that they are not.
+    pub(super) fn say_part(&self, part: &Part) {
+        let (how, why) = match &part.since {
+            Ok(Basis::Checkpoint(since)) => (How::Bitmap, since.clone()),
+            Ok(Basis::Record) => (How::Recorded, RECORDED.into()),
+            Err(why) => (why.into(), why.to_string()),
+        };
+        self.say((&part.target, Some(&part.path)), how, &why);
+    }
+}
+
+/// True if a disk is a device whose bytes are those of its image, so that a tracker's record is of them.
+pub(super) fn is_raw_device(image: &Image) -> bool {
+    let raw = !image.is_qcow2 && image.beneath.is_empty();
+    raw && image.path.metadata().is_ok_and(|found| found.file_type().is_block_device())
 }
 
 fn because(why: &str) -> Untold {

@@ -15,6 +15,7 @@ use source::{GroupHandle, Handle, SourceOptions, StateDir};
 use sync::{SyncError, ToldMember, VerifyOptions};
 
 use super::carry::Carried;
+use super::resting::record_of;
 use super::{How, Machine, Untold, virsh};
 use crate::args;
 use crate::commands::verify_command;
@@ -135,7 +136,7 @@ impl Verification<'_> {
         for (part, handle) in parts.iter_mut().zip(group.members()) {
             part.doubt(handle)?;
             match &part.since {
-                Ok(since) => machine.say((&part.target, Some(&part.path)), How::Bitmap, since),
+                Ok(_) => machine.say_part(part),
                 Err(why) => {
                     machine.say_unverified((&part.target, &part.path), why);
                     untold.push(part.target.clone());
@@ -158,7 +159,7 @@ impl Verification<'_> {
             let known = machine.state.source(&image.path.to_string_lossy())?;
             let known = known.filter(|(_, about)| members.iter().any(|(_, m, _)| m.uuid == about.uuid));
             if known.is_some() {
-                told.push(machine.resting(target, image)?);
+                told.push(machine.resting(target, image, record_of(image)?)?);
                 disks.push((target, &image.path));
             } else {
                 self.found.unverified.push(target.to_owned());

@@ -110,6 +110,36 @@ pub(crate) struct Lacking {
 }
 
 impl Lacking {
+    /// What is known of a replica: blocks that it lacks, and why there may be more; or why it will be compared. A mirror has brought it up to date as
+    /// of `upto`, in seconds since 1970. `is_left`: what no record has is known by the disk, which is as the last command has left it.
+    fn of(
+        (replica, bookmark): (&str, &Bookmark),
+        (lacking, known): (&Bitmap, Result<Option<&source::Gap>, String>),
+        (upto, is_left): (u64, bool),
+        tally: Tally,
+    ) -> Lacking {
+        let (blocks, why, compared) = match known {
+            Err(why) => (None, Some(why), true),
+            Ok(Some(why)) => (None, Some(why.to_string()), false),
+            Ok(None) => (Some(lacking.count()), None, false),
+        };
+        let blocks_at_least = if compared { 0 } else { lacking.count() };
+        let Bookmark { epoch, time, unread, .. } = *bookmark;
+        Lacking {
+            replica: replica.to_owned(),
+            epoch: epoch.number,
+            time: upto.max(time),
+            mirrored: upto > time,
+            blocks,
+            blocks_at_least,
+            why,
+            unread,
+            compared,
+            is_current: !compared && blocks_at_least == 0 && (blocks.is_some() || is_left),
+            tally,
+        }
+    }
+
     /// How long ago it was last up to date, in seconds; 0 if nothing was written since.
     pub(crate) fn lag(&self, now: u64) -> u64 {
         if self.is_current { 0 } else { now.saturating_sub(self.time) }
@@ -274,41 +304,19 @@ impl SourceStatus {
         };
         let source::SourceWrites { unknown, clone } =
             source::written_since(place, &about, history, &written)?;
-        let lacks = |replica: String, bookmark: Bookmark| {
+        let is_left = served.is_none() && lost.is_none();
+        let lacks = |replica: &str, bookmark: &Bookmark| {
+            let upto = served.as_ref().and_then(|served| served.mirrored.get(replica)).copied().unwrap_or(0);
             let lacking = blocks();
             let position = KnownPosition { epoch: bookmark.epoch, upto: u64::MAX };
             let known = history.changes_since(&[position], block_size, &lacking);
             lacking.union_with(&written);
-            let (blocks, why, compared) = match (known, &unknown) {
-                (Err(error), _) => (None, Some(error.to_string()), true),
-                (Ok(_), Some(why)) => (None, Some(why.to_string()), false),
-                (Ok(_), None) => (Some(lacking.count()), None, false),
-            };
-            let Bookmark { epoch, time, unread, .. } = bookmark;
-            let mirror = served.as_ref().and_then(|served| served.mirrored.get(&replica).copied());
-            let (time, mirrored) = (mirror.unwrap_or(0).max(time), mirror.is_some_and(|upto| upto > time));
-            let tally = Tally::read(place, &replica);
-            let blocks_at_least = if compared { 0 } else { lacking.count() };
-            let is_left = served.is_none() && lost.is_none() && !compared;
-            let is_current = blocks.unwrap_or(blocks_at_least) == 0 && (blocks.is_some() || is_left);
-            let epoch = epoch.number;
-            Lacking {
-                replica,
-                epoch,
-                time,
-                mirrored,
-                blocks,
-                blocks_at_least,
-                why,
-                unread,
-                compared,
-                is_current,
-                tally,
-            }
+            let known = known.map(|_| unknown.as_ref()).map_err(|error| error.to_string());
+            let tally = Tally::read(place, replica);
+            Lacking::of((replica, bookmark), (&lacking, known), (upto, is_left), tally)
         };
         let checkpoints = checkpoint::listed(history, bookmarks, block_size);
-        let replicas =
-            bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
+        let replicas = bookmarks.replicas().map(|(replica, bookmark)| lacks(replica, bookmark));
         let replicas: Vec<Lacking> = replicas.collect();
         let mut first_copies = Tally::all(place);
         first_copies.retain(|tally| tally.is_first_copy() && bookmarks.named(&tally.replica).is_none());

@@ -6,4 +6,5 @@ pub(crate) mod discard;
 pub(crate) mod export;
 pub(crate) mod moments;
 pub(crate) mod outside;
+pub(crate) mod recorded;
 pub(crate) mod rests;

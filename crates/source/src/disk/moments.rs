@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::disk::backing::Backing;
 use crate::disk::clones;
+use crate::disk::recorded::Recorded;
 use crate::record::history::History;
 use crate::record::json::{read_json, write_json};
 use crate::record::stamp::StampVerdict;
@@ -72,6 +73,8 @@ pub enum ToldChanges {
     Nothing,
     /// They are in a list.
     List(ChangeList),
+    /// A tracker in the kernel has recorded them.
+    Recorded(Recorded),
     /// They are in a bitmap of QEMU, which the export of the moment offers as a context of this name.
     Bitmap {
         /// The name of the first moment.
@@ -210,6 +213,8 @@ pub(crate) struct NewMoment {
     name: Option<String>,
     elsewhere: bool,
     list: Option<Taken>,
+    /// Where what was written is recorded, until it is in an epoch.
+    recorded: Option<Recorded>,
     /// What was written since the last epoch; or why that is not known.
     pub since: Result<Vec<Range<u64>>, Gap>,
     /// It is the moment of the last epoch.
@@ -245,6 +250,7 @@ impl NewMoment {
             ToldChanges::Nothing => return Err(told.not_at(about, kept.as_ref())),
             ToldChanges::Bitmap { .. } => Err("its bitmap was not read".into()),
             ToldChanges::Lost(why) => Err(why.clone().into()),
+            ToldChanges::Recorded(recorded) => recorded.since(history, (was, size))?,
             ToldChanges::List(list) => match list.gap(kept.as_ref(), (was, size)) {
                 Some(why) if told.group.is_some() => Err(why),
                 _ => {
@@ -257,10 +263,11 @@ impl NewMoment {
         let list = match (&told.changes, kept) {
             (ToldChanges::List(list), _) => Some(Taken::of(list)),
             (ToldChanges::Nothing, kept) => kept.and_then(|kept| kept.list),
-            (ToldChanges::Unknown | ToldChanges::Lost(_) | ToldChanges::Bitmap { .. }, _) => None,
+            _ => None,
         };
         let (name, elsewhere) = (told.name.clone(), told.place.is_some());
-        Ok(NewMoment { state, name, elsewhere, list, since, is_last, epoch: None })
+        let recorded = told.recorded().cloned();
+        Ok(NewMoment { state, name, elsewhere, list, recorded, since, is_last, epoch: None })
     }
 
     /// What is known of the disk, by what its record says.
@@ -297,10 +304,20 @@ impl NewMoment {
         let Ok(Some(mut list)) = read_json::<Vec<Kept>>(&*self.state, NAME) else { return };
         list.retain(|kept| Some(kept.epoch) == self.epoch);
         let _ = write_json(&*self.state, NAME, &list);
+        // The epoch is in the history.
+        self.recorded.iter().zip(self.epoch).for_each(|(recorded, epoch)| recorded.release(epoch));
     }
 }
 
 impl Told {
+    /// What a tracker has recorded, if that tells what was written.
+    pub(crate) fn recorded(&self) -> Option<&Recorded> {
+        match &self.changes {
+            ToldChanges::Recorded(recorded) => Some(recorded),
+            _ => None,
+        }
+    }
+
     /// The context that has what was written.
     pub(crate) fn bitmap(&self) -> Option<&str> {
         match &self.changes {
@@ -342,10 +359,10 @@ impl Told {
             return false;
         };
         match &self.changes {
-            ToldChanges::Unknown | ToldChanges::Lost(_) | ToldChanges::Bitmap { .. } => false,
             ToldChanges::Nothing => true,
             // A bitmap is coarse, and is read anew: the same ranges may have been written to again.
             ToldChanges::List(list) => !list.one_size && kept.list == Some(Taken::of(list)),
+            _ => false,
         }
     }
 
