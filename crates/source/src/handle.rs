@@ -10,7 +10,7 @@ use lineage::{Lives, Point};
 use trackers::LastWriteTime;
 
 use crate::batches::BatchFollower;
-use crate::control::group::SourceMembership;
+use crate::control::group::{SourceMembership, record_commit};
 use crate::control::{ControlClient, ServedView, ServerStatus, status};
 use crate::disk::backing::{Backing, PathBacking};
 use crate::disk::clones;
@@ -513,6 +513,14 @@ impl Handle {
             Holder::Here(source) => source.acknowledge(replica, at),
             Holder::Live(live) => live.acknowledge(replica, at),
             Holder::Server(client, _) => client.acknowledge(replica, at),
+        }
+    }
+
+    /// Writes down that the replicas of a group have committed a cut, with this member at an epoch.
+    pub(crate) fn committed(&self, group: &str, at: (Epoch, Epoch)) -> Result<(), SourceError> {
+        match &self.holder {
+            Holder::Here(_) | Holder::Live(_) => record_commit(&*self.folder, group, at),
+            Holder::Server(client, _) => client.committed(group, at),
         }
     }
 

@@ -71,17 +71,19 @@ impl SourceMembership {
     }
 }
 
-/// Writes down that the replicas of these members, at these epochs, have committed a cut together.
-pub(crate) fn record_commit(
-    name: &str,
-    cut: Epoch,
-    members: &[(&dyn Folder, Epoch)],
-) -> Result<(), SourceError> {
-    for (folder, epoch) in members {
-        let committed = SourceMembership { cut: Some((cut, *epoch)), ..SourceMembership::first(name) };
-        crate::record::json::write_json(*folder, COMMITTED, &committed)?;
+/// Writes down that the replicas of a group have committed a cut, of which the source with this state folder is a member at this epoch.
+fn write_commit(folder: &dyn Folder, name: &str, at: (Epoch, Epoch)) -> Result<(), SourceError> {
+    let committed = SourceMembership { cut: Some(at), ..SourceMembership::first(name) };
+    crate::record::json::write_json(folder, COMMITTED, &committed)
+}
+
+/// Writes down a commit as [`write_commit`] does, unless that of a later cut is known: the replicas in one folder may have committed after those in
+/// another one, which were cut later. For the process that holds the source.
+pub(crate) fn record_commit(folder: &dyn Folder, name: &str, at: (Epoch, Epoch)) -> Result<(), SourceError> {
+    match SourceMembership::first(name).committed(folder)? {
+        Some((known, _)) if known.number > at.0.number => Ok(()),
+        _ => write_commit(folder, name, at),
     }
-    Ok(())
 }
 
 /// Sources of a group: where the state of each is, and what it knows of the group.
@@ -141,7 +143,7 @@ pub fn join_in(
     };
     // Those whose place it takes were committed there together.
     if let Some((cut, epoch)) = group.cut {
-        record_commit(&group.name, cut, &[(folder, epoch)])?;
+        write_commit(folder, &group.name, (cut, epoch))?;
     }
     SourceMembership { promotion, ..group }.write(folder)?;
     Ok(true)

@@ -58,6 +58,8 @@ enum Request {
         #[serde(flatten)]
         at: Reached,
     },
+    /// The replicas of a group have committed a cut, with the source at this epoch.
+    Committed { group: String, cut: Epoch, epoch: Epoch },
     /// A mirror has brought a replica up to date as of this time, in seconds since 1970.
     Reached { replica: String, time: u64 },
     /// Set a named checkpoint, at the present or at an epoch.
@@ -426,6 +428,9 @@ fn answer(
         Request::Acknowledge { replica, at } => {
             return answer_with(socket, source.acknowledge(&replica, at).map(|()| Response::Done));
         }
+        Request::Committed { group, cut, epoch } => {
+            return answer_with(socket, source.committed(&group, (cut, epoch)).map(|()| Response::Done));
+        }
         Request::Reached { replica, time } => {
             source.reached(replica, time);
             return send(socket, &Response::Done, &[], &[]).map(Ok);
@@ -686,6 +691,11 @@ impl ControlClient {
     /// Reports the epoch of a replica.
     pub(crate) fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         self.ask(&Request::Acknowledge { replica: replica.to_owned(), at }).map(|_| ())
+    }
+
+    /// Reports that the replicas of a group have committed a cut, with the source at an epoch.
+    pub(crate) fn committed(&self, group: &str, (cut, epoch): (Epoch, Epoch)) -> Result<(), SourceError> {
+        self.ask(&Request::Committed { group: group.to_owned(), cut, epoch }).map(|_| ())
     }
 
     /// A mirror has brought a replica up to date as of then, in seconds since 1970.
