@@ -228,11 +228,16 @@ impl SourceStatus {
         let both = || anyhow::Ok((Bookmarks::read(&folder)?, History::read(&folder)?));
         let mut known = both()?;
         for _ in 0..ATTEMPTS {
-            let status = SourceStatus::of(place, about.clone(), &known.1, &known.0)?;
+            let status = SourceStatus::of(place, about.clone(), &known.1, &known.0);
             // All of one moment: what an epoch has that ended meanwhile is in the record no more, and not yet in this history.
             let before = std::mem::replace(&mut known, both()?);
-            if before.0 == known.0 && before.1.last() == known.1.last() {
-                return Ok((status, before.1));
+            match status {
+                Ok(status) if before.0 == known.0 && before.1.last() == known.1.last() => {
+                    return Ok((status, before.1));
+                }
+                Ok(_) => {}
+                // The server that was asked may have ended, or a file have been replaced that was looked at.
+                Err(_) => std::thread::sleep(PAUSE),
             }
         }
         Ok((SourceStatus::of(place, about, &known.1, &known.0)?, known.1))
@@ -341,6 +346,9 @@ impl SourceStatus {
 
 /// How often a source that is synced without a pause is read again.
 const ATTEMPTS: u32 = 20;
+
+/// How long what failed to be read is left alone before it is read again.
+const PAUSE: std::time::Duration = std::time::Duration::from_millis(5);
 
 fn source_status(place: &Path, about: SourceMetadata, output: &Output) -> Result<Option<GroupInfo>> {
     let (status, history) = SourceStatus::read(place, about)?;
