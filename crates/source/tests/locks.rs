@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use device::{Buf, Disk, Piece, Request, RequestKind};
 use delta::Epoch;
+use device::{Buf, Disk, Piece, Request, RequestKind};
 use source::{
     ControlClient, ControlServer, GroupHandle, Handle, History, KnownPosition, Source, SourceMembership,
     SourceOptions, StateDir,

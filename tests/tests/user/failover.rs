@@ -11,9 +11,7 @@ use dsync_tests::mount::{self, Loop};
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::{fingerprints, number};
 use dsync_tests::site::binary;
-use dsync_tests::{
-    Output, Random, Run, Scene, find, image, need, need_root, rounds, say, skipped, until,
-};
+use dsync_tests::{Output, Random, Run, Scene, find, image, need, need_root, rounds, say, skipped, until};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = image::BLOCK;

@@ -206,7 +206,8 @@ impl KnownReplicas {
 
     fn entries(&self) -> io::Result<Vec<Entry>> {
         // One that has another name yet is being written, or what a process that was killed has left.
-        let named = |entry: &Entry, file: &Path| file.file_name().is_some_and(|name| name == entry.name().as_str());
+        let named =
+            |entry: &Entry, file: &Path| file.file_name().is_some_and(|name| name == entry.name().as_str());
         let read = |file: &PathBuf| read(file).filter(|entry| named(entry, file));
         Ok(files(&self.list)?.iter().filter_map(read).collect())
     }
