@@ -159,7 +159,7 @@ impl Handle {
     fn served(state: &StateDir, what: &str) -> Result<Option<Handle>, SourceError> {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
         let Some(client) = ControlClient::connect(&place)? else { return Ok(None) };
-        let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+        let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
         let backing = Arc::new(PathBacking::new(about.identity.clone(), &place, about.format));
         let connect: Connect = Box::new(move || ControlClient::connect(&place));
         let felt = LastWriteTime::felt_in(&folder).ok();

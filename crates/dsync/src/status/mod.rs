@@ -176,6 +176,7 @@ pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) ->
         let path = about.path.clone();
         match source_status(&place, about, output) {
             Ok(group) => groups.extend(group.map(|group| (path.clone(), group))),
+            Err(_) if args.path.is_none() && is_forgotten(&place) => continue,
             Err(error) => failed.push(error.context(unreadable(&place))),
         }
         if args.path.is_some() && machine.is_none() {
@@ -215,6 +216,11 @@ pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) ->
 pub(crate) fn differed(verified: &LastVerify) -> String {
     let (bytes, time) = (units::size(verified.bytes_differing), device::moment(verified.time));
     format!("differed in {bytes} when verified on {time}, not repaired")
+}
+
+/// True if a source was forgotten since it was found.
+pub(crate) fn is_forgotten(place: &Path) -> bool {
+    !device::is_there(place)
 }
 
 pub(crate) fn unreadable(place: &Path) -> String {

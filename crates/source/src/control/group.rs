@@ -100,7 +100,11 @@ pub fn group_members(state: &StateDir, name: &str) -> Result<Members, SourceErro
     }
     let mut members = Vec::new();
     for (place, about) in survey.sources {
-        let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+        let folder = match Dir::existing(&place) {
+            // It was forgotten since it was found.
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            folder => folder.map_err(SourceError::state("open", &place))?,
+        };
         if let Some(group) = SourceMembership::read(&folder)?.filter(|group| group.name == name) {
             members.push((place, about, group));
         }
@@ -117,7 +121,7 @@ pub fn join_group(state: &StateDir, path: &Path, group: SourceMembership) -> Res
     let Some((place, _)) = state.source(&path.to_string_lossy())? else {
         return Err(SourceError::Unknown(format!("{} is not a known source", path.display())));
     };
-    let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+    let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
     join_in(&folder, path, group, &|name| group_members(state, name))
 }
 
@@ -154,7 +158,7 @@ pub fn join_in(
 /// # Errors
 /// `Unknown` if it is in none of that name; `Busy` while a command or a server holds it.
 pub fn leave_group(place: &Path, about: &SourceMetadata, name: &str) -> Result<(), SourceError> {
-    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+    let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
     if SourceMembership::read(&folder)?.is_none_or(|group| group.name != name) {
         return Err(SourceError::Unknown(format!(
             "{} is not in a group \"{name}\": \"dsync status\" lists sources and their groups",
