@@ -16,7 +16,6 @@ use qcow2::Use;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, TrackOptions, TrackedDisk};
 use uuid::Uuid;
 
-use crate::control::group::record_commit;
 use crate::disk::backing::{Backing, PathBacking, disk_in, open_image};
 use crate::disk::clones::{self, Around, NewClone};
 use crate::disk::discard;
@@ -984,12 +983,6 @@ impl Source {
         let bookmarks = Bookmarks::set(&*self.folder, replica, at)?;
         Tally::follow(&*self.folder, &bookmarks, replica);
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
-    }
-
-    /// Writes down that the replicas of a group have committed a cut, with this source at an epoch.
-    pub(crate) fn committed(&self, group: &str, at: (Epoch, Epoch)) -> Result<(), SourceError> {
-        let _book = self.epochs();
-        record_commit(&*self.folder, group, at)
     }
 
     /// A mirror has brought a replica up to date as of then.

@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use trackers::{CowFiles, CowStore, Follower};
 use uuid::Uuid;
 
-use crate::control::group::SourceGroup;
+use crate::control::group::{SourceGroup, record_commit};
 use crate::record::bookmarks::Reached;
 use crate::record::history::History;
 use crate::source::{Checkpoint, SharedView, Source};
@@ -401,6 +401,7 @@ fn answer(
     ask: Request,
     blob: &[u8],
 ) -> io::Result<Result<(), SourceError>> {
+    let done = |done: Result<(), SourceError>| answer_with(socket, done.map(|()| Response::Done));
     let checkpoint = match ask {
         Request::Checkpoint => match source.checkpoint(true) {
             Ok(checkpoint) => {
@@ -425,11 +426,10 @@ fn answer(
             }
         },
         Request::Dirty => return answer_dirty(source, socket),
-        Request::Acknowledge { replica, at } => {
-            return answer_with(socket, source.acknowledge(&replica, at).map(|()| Response::Done));
-        }
+        Request::Acknowledge { replica, at } => return done(source.acknowledge(&replica, at)),
         Request::Committed { group, cut, epoch } => {
-            return answer_with(socket, source.committed(&group, (cut, epoch)).map(|()| Response::Done));
+            let at = (cut, epoch);
+            return done(source.with_history(|_| record_commit(source.folder(), &group, at)));
         }
         Request::Reached { replica, time } => {
             source.reached(replica, time);
@@ -439,9 +439,7 @@ fn answer(
             let named = source.name_checkpoint(&name, at);
             return answer_with(socket, named.map(|epoch| Response::Named { epoch }));
         }
-        Request::ForgetBookmark { name } => {
-            return answer_with(socket, source.forget_bookmark(&name).map(|()| Response::Done));
-        }
+        Request::ForgetBookmark { name } => return done(source.forget_bookmark(&name)),
         Request::Status => {
             return answer_with(
                 socket,
