@@ -21,7 +21,7 @@ pub fn forget_source(state: &StateDir, place: &Path, about: &SourceMetadata) -> 
     }
     let _minting = state.lock()?;
     let lock = held(place, about)?;
-    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+    let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
     remove(&folder, lock)
 }
 
@@ -51,7 +51,7 @@ pub fn is_recorded(place: &Path, about: &SourceMetadata) -> Result<bool, SourceE
 /// # Errors
 /// `Unknown` if there is none of that name; `Busy` while a command holds the source.
 pub fn forget_bookmark(place: &Path, about: &SourceMetadata, name: &str) -> Result<(), SourceError> {
-    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+    let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
     let known = Bookmarks::read(&folder)?;
     let name = known.named(name).map_or(name, |(key, _)| key);
     if known.named(name).is_none() && Tally::read(place, name).is_first_copy() {

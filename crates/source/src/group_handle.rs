@@ -5,7 +5,7 @@ use delta::Epoch;
 use extents::Bitmap;
 
 use crate::SourceError;
-use crate::control::group::{SourceMembership, check_name, in_another, join_in, record_commit, record_cut};
+use crate::control::group::{SourceMembership, check_name, in_another, join_in, record_cut};
 use crate::handle::Handle;
 use crate::live::{Cut, CutOptions, Live};
 use crate::views::shared::View;
@@ -157,9 +157,8 @@ impl GroupHandle {
 
     /// Writes down that the replicas have committed a cut, with the members at these epochs, in their order.
     pub fn committed(&self, cut: Epoch, epochs: &[Epoch]) -> Result<(), SourceError> {
-        let folders = self.members.iter().map(Handle::folder);
-        let members: Vec<_> = folders.zip(epochs.iter().copied()).collect();
-        record_commit(&self.name, cut, &members)
+        let mut members = self.members.iter().zip(epochs);
+        members.try_for_each(|(member, epoch)| member.committed(&self.name, (cut, *epoch)))
     }
 
     /// Releases the sources cleanly.

@@ -10,7 +10,7 @@ use lineage::{Lives, Point};
 use trackers::LastWriteTime;
 
 use crate::batches::BatchFollower;
-use crate::control::group::SourceMembership;
+use crate::control::group::{SourceMembership, record_commit};
 use crate::control::{ControlClient, ServedView, ServerStatus, status};
 use crate::disk::backing::{Backing, PathBacking};
 use crate::disk::clones;
@@ -160,7 +160,7 @@ impl Handle {
     fn served(state: &StateDir, what: &str) -> Result<Option<Handle>, SourceError> {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
         let Some(client) = ControlClient::connect(&place)? else { return Ok(None) };
-        let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+        let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
         let backing = Arc::new(PathBacking::new(about.identity.clone(), &place, about.format));
         let connect: Connect = Box::new(move || ControlClient::connect(&place));
         let felt = LastWriteTime::felt_in(&folder).ok();
@@ -514,6 +514,14 @@ impl Handle {
             Holder::Here(source) => source.acknowledge(replica, at),
             Holder::Live(live) => live.acknowledge(replica, at),
             Holder::Server(client, _) => client.acknowledge(replica, at),
+        }
+    }
+
+    /// Writes down that the replicas of a group have committed a cut, with this member at an epoch.
+    pub(crate) fn committed(&self, group: &str, at: (Epoch, Epoch)) -> Result<(), SourceError> {
+        match &self.holder {
+            Holder::Here(_) | Holder::Live(_) => record_commit(&*self.folder, group, at),
+            Holder::Server(client, _) => client.committed(group, at),
         }
     }
 

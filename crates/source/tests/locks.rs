@@ -5,8 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use delta::Epoch;
 use device::{Buf, Disk, Piece, Request, RequestKind};
-use source::{ControlClient, ControlServer, Handle, History, KnownPosition, Source, SourceOptions, StateDir};
+use source::{
+    ControlClient, ControlServer, GroupHandle, Handle, History, KnownPosition, Source, SourceMembership,
+    SourceOptions, StateDir,
+};
+use uuid::Uuid;
 
 /// Long enough for any answer, on a busy machine too.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -101,5 +106,32 @@ fn what_was_written_is_in_each_estimate_while_epochs_end() {
         };
         (0..4).for_each(|_| drop(scope.spawn(looks)));
     });
+    drop(control);
+}
+
+/// Of a served group, replicas in several folders may be brought up to date at once.
+#[test]
+fn commits_of_a_group_that_end_at_once_are_all_written_down_and_the_last_cut_stands() {
+    let temp = tempfile::tempdir().unwrap();
+    let image = temp.path().join("vm.raw");
+    std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+    let state = StateDir::find(Some(&temp.path().join("state")));
+    let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
+    let control = ControlServer::start(source.clone()).unwrap();
+    let epoch = |number| Epoch { number, id: Uuid::new_v4() };
+    let last = epoch(1000);
+    let known = || SourceMembership::first("db").committed(source.folder()).unwrap();
+    std::thread::scope(|scope| {
+        let commits = |to: u64| {
+            let handle = Handle::attach(&state, &image.to_string_lossy(), &SourceOptions::default()).unwrap();
+            let group = GroupHandle::new("db", vec![handle]).unwrap();
+            (1..to).try_for_each(|cut| group.committed(epoch(cut), &[epoch(cut)])).map(|()| group)
+        };
+        let slow = scope.spawn(move || commits(300));
+        let quick = commits(100).and_then(|group| group.committed(last, &[last]));
+        let slow = slow.join().unwrap();
+        quick.and(slow.map(drop)).unwrap();
+    });
+    assert_eq!(known(), Some((last, last)));
     drop(control);
 }

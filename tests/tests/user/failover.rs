@@ -10,7 +10,8 @@ use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::{self, Loop};
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Output, Random, Run, Scene, image, need_root, rounds, say, skipped};
+use dsync_tests::site::binary;
+use dsync_tests::{Output, Random, Run, Scene, find, image, need, need_root, rounds, say, skipped, until};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = image::BLOCK;
@@ -1843,4 +1844,35 @@ fn a_job_names_what_is_demoted_promoted_and_verified() {
     site.dsync(["demote", "--job", "copy"]).ok();
     let told = site.dsync(["promote", "--job", "copy"]).ok().text();
     assert!(told.contains(&replica.display().to_string()) && told.contains("term 2"), "{told}");
+}
+
+/// Between the last sync and the moment at which it is a replica nobody holds a source.
+#[test]
+fn a_source_that_was_served_while_it_was_demoted_stays_the_source() {
+    if !need(&["strace"], "a source that is served while it is demoted") {
+        return;
+    }
+    let mut scene = Scene::synced("served while demoted", MIB);
+    scene.stop();
+    let (trace, lock) = (scene.site.path("trace"), scene.site.path(".vm.raw.dsync/lock"));
+    let strace = scene.site.run(&find("strace").expect("strace")).args(["-f", "-e", "trace=flock"]);
+    let strace = strace.args(["-e", "inject=flock:signal=STOP", "-P"]).arg(&lock).arg("-o").arg(&trace);
+    let strace = strace.arg(binary()).arg("demote").arg(&scene.image).arg(&scene.replica);
+    let demotion = strace.start();
+    let traced = || std::fs::read_to_string(&trace).unwrap_or_default();
+    until("it has let go of the source, and taken the folder of the replica", || {
+        traced().contains("stopped by SIGSTOP")
+    });
+    scene.start();
+    let written = scene.change(1);
+    scene.stop();
+    let stopped = demotion.descendant("dsync", "demote").expect("a demotion");
+    rustix::process::kill_process(stopped, rustix::process::Signal::CONT).expect("a stopped process");
+    let refused = demotion.output(Duration::from_secs(60));
+    assert_eq!(refused.status.code(), Some(4), "{refused}");
+    refused.says(&["was written to while it was demoted"]);
+    scene.start();
+    assert_eq!(scene.dirty().len(), written.len(), "what was written is still known");
+    scene.sync(&[]).ok();
+    scene.equal();
 }

@@ -1,6 +1,7 @@
 //! `dsync status --check` and `--prometheus`: each problem is seen by a monitor, and gone when it is mended. And a monitor is never in
 //! the way.
 
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -1004,4 +1005,26 @@ fn what_a_replica_lacks_is_found_while_epochs_end() {
         }
         ended.store(true, SeqCst);
     });
+}
+
+/// A server that ends while a monitor asks it is no problem of its source.
+#[test]
+fn a_server_that_ends_while_it_is_asked_is_not_a_problem() {
+    let mut scene = Scene::synced("a monitor while a server ends", MIB);
+    scene.stop();
+    let sources = std::fs::read_dir(scene.site.state().join("sources")).expect("sources").flatten();
+    let place = sources.map(|entry| entry.path()).find(|path| path.is_dir()).expect("a source");
+    for options in [&["--json"][..], &["--check"], &["--prometheus"]] {
+        let (socket, control) = (scene.site.socket("ends"), place.join("control"));
+        let listener = UnixListener::bind(&socket).expect("a socket");
+        std::fs::rename(&socket, &control).expect("the place of a server");
+        let ends = std::thread::spawn(move || {
+            let (asks, _) = listener.accept().expect("a question");
+            std::fs::remove_file(&control).expect("a socket");
+            drop((listener, asks));
+        });
+        let told = scene.site.dsync(["status"]).args(options).ok().text();
+        assert!(!told.contains("cannot read"), "{told}");
+        ends.join().expect("a server that ended");
+    }
 }

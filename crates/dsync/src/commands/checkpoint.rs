@@ -151,9 +151,9 @@ fn of_this_source(handle: &Handle, source: Uuid, epoch: Uuid) -> Result<Epoch> {
 
 fn list(what: &str, state: &StateDir, output: &Output) -> Result<()> {
     let (place, about) = crate::reach::source::known(what, state)?;
-    let folder = device::Dir::open(&place)?;
-    let history = History::read(&folder)?;
-    let bookmarks = Bookmarks::read(&folder)?;
+    let folder = device::Dir::existing(&place)?;
+    // The bookmarks before the history: the epoch to which another command moves one meanwhile is in that.
+    let (bookmarks, history) = (Bookmarks::read(&folder)?, History::read(&folder)?);
     let checkpoints = listed(&history, &bookmarks, about.block_size);
     if checkpoints.is_empty() {
         output.say(&format!("{} has no named checkpoints", about.path.display()));

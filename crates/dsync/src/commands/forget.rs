@@ -108,7 +108,7 @@ pub(crate) fn source(
     state: &StateDir,
     output: &Output,
 ) -> Result<()> {
-    let bookmarks = Bookmarks::read(&device::Dir::open(place)?)?;
+    let bookmarks = Bookmarks::read(&device::Dir::existing(place)?)?;
     let names = |names: Vec<&String>| names.into_iter().cloned().collect::<Vec<_>>().join(", ");
     let replicas = names(bookmarks.replicas().map(|(name, _)| name).collect());
     let readers = names(bookmarks.checkpoints().map(|(name, _)| name).collect());
@@ -143,7 +143,7 @@ pub(crate) fn bookmark(
     output: &Output,
 ) -> Result<()> {
     let (place, about) = crate::reach::source::known(what, state)?;
-    let bookmarks = Bookmarks::read(&device::Dir::open(&place)?)?;
+    let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
     let begun: Vec<String> =
         Tally::all(&place).into_iter().filter(Tally::is_first_copy).map(|tally| tally.replica).collect();
     let is_remembered =

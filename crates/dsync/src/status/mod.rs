@@ -209,6 +209,7 @@ pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) ->
         let path = about.path.clone();
         match source_status(&place, about, output) {
             Ok(group) => groups.extend(group.map(|group| (path.clone(), group))),
+            Err(_) if args.path.is_none() && is_forgotten(&place) => continue,
             Err(error) => failed.push(error.context(unreadable(&place))),
         }
         if args.path.is_some() && machine.is_none() {
@@ -250,6 +251,11 @@ pub(crate) fn differed(verified: &LastVerify) -> String {
     format!("differed in {bytes} when verified on {time}, not repaired")
 }
 
+/// True if a source was forgotten since it was found.
+pub(crate) fn is_forgotten(place: &Path) -> bool {
+    !device::is_there(place)
+}
+
 pub(crate) fn unreadable(place: &Path) -> String {
     format!("cannot read the state of a source ({})", place.display())
 }
@@ -261,11 +267,16 @@ impl SourceStatus {
         let both = || anyhow::Ok((Bookmarks::read(&folder)?, History::read(&folder)?));
         let mut known = both()?;
         for _ in 0..ATTEMPTS {
-            let status = SourceStatus::of(place, about.clone(), &known.1, &known.0)?;
+            let status = SourceStatus::of(place, about.clone(), &known.1, &known.0);
             // All of one moment: what an epoch has that ended meanwhile is in the record no more, and not yet in this history.
             let before = std::mem::replace(&mut known, both()?);
-            if before.0 == known.0 && before.1.last() == known.1.last() {
-                return Ok((status, before.1));
+            match status {
+                Ok(status) if before.0 == known.0 && before.1.last() == known.1.last() => {
+                    return Ok((status, before.1));
+                }
+                Ok(_) => {}
+                // The server that was asked may have ended, or a file have been replaced that was looked at.
+                Err(_) => std::thread::sleep(PAUSE),
             }
         }
         Ok((SourceStatus::of(place, about, &known.1, &known.0)?, known.1))
@@ -286,10 +297,7 @@ impl SourceStatus {
             moment.as_ref().is_some_and(|moment| moment.elsewhere) || device::is_export(&about.path);
         let disk = |file| source::disk_in(file, about.format).map_or(about.identity.size, |disk| disk.size);
         let size = found.map(disk).or(elsewhere.then_some(about.identity.size));
-        let served = match ControlClient::connect(place)? {
-            Some(client) => Some(client.status(history)?),
-            None => None,
-        };
+        let served = ControlClient::connect(place)?.map(|client| client.status(history)).transpose()?;
         let block_size = about.block_size;
         // The server has its disk open, wherever the path leads now.
         let served_size = served.as_ref().map(|served| served.size).filter(|size| *size > 0);
@@ -366,6 +374,9 @@ impl SourceStatus {
 
 /// How often a source that is synced without a pause is read again.
 const ATTEMPTS: u32 = 20;
+
+/// How long what failed to be read is left alone before it is read again.
+const PAUSE: std::time::Duration = std::time::Duration::from_millis(5);
 
 fn source_status(place: &Path, about: SourceMetadata, output: &Output) -> Result<Option<GroupInfo>> {
     let (status, history) = SourceStatus::read(place, about)?;

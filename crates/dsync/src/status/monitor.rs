@@ -20,7 +20,7 @@ use crate::status::job_copies;
 use crate::status::job_copies::{Fetch, JobCopy, Known};
 use crate::status::local::{LocalReplica, ROLES, STATES, made_elsewhere, path_of};
 use crate::status::membership::{self, DividedGroup};
-use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
+use crate::status::{Lacking, SourceStatus, first_copy, is_forgotten, missing, unreadable};
 use crate::terms::{machine_name, units};
 
 /// What this host knows of sources and replicas.
@@ -109,6 +109,7 @@ impl Inventory {
     fn read_source(&mut self, place: &Path, about: SourceMetadata) {
         match SourceStatus::read(place, about) {
             Ok((status, _)) => self.sources.push(status),
+            Err(_) if is_forgotten(place) => {}
             Err(error) => self.fail(place, error),
         }
     }

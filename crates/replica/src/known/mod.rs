@@ -151,10 +151,13 @@ impl KnownReplicas {
         let entries = self.entries()?;
         let mut named = entries.iter().filter(|entry| entry.path == path).peekable();
         let found = named.peek().is_some();
-        for entry in named {
-            std::fs::remove_file(self.list.join(entry.name()))?;
+        if !found {
+            return Ok(false);
         }
-        Ok(found)
+        let list = Dir::existing(&self.list)?;
+        // Another process may forget it as well.
+        named.try_for_each(|entry| list.remove(&entry.name()))?;
+        Ok(true)
     }
 
     /// True if the replica at `path` is in the list.
@@ -202,7 +205,11 @@ impl KnownReplicas {
     }
 
     fn entries(&self) -> io::Result<Vec<Entry>> {
-        Ok(files(&self.list)?.iter().filter_map(|file| read(file)).collect())
+        // One that has another name yet is being written, or what a process that was killed has left.
+        let named =
+            |entry: &Entry, file: &Path| file.file_name().is_some_and(|name| name == entry.name().as_str());
+        let read = |file: &PathBuf| read(file).filter(|entry| named(entry, file));
+        Ok(files(&self.list)?.iter().filter_map(read).collect())
     }
 
     /// All of them, sorted by path.
@@ -366,4 +373,27 @@ pub(crate) fn changed(folder: &Path, path: &Path) -> Result<Option<Foreign>> {
     }
     // A commit that came between the two looks has changed it.
     Ok(Some(why).filter(|_| seen().is_ok_and(|after| after == before)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_entry_that_is_being_written_is_none_yet() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("vm.raw");
+        let known = KnownReplicas::new(temp.path().join("list"), temp.path().join("devices"));
+        let entry = Entry { path: path.clone(), folder: temp.path().join(".vm.raw.dsync") };
+        let (list, text) = (Dir::open(&known.list).unwrap(), serde_json::to_vec(&entry).unwrap());
+        // As one that was killed leaves it.
+        std::fs::write(known.list.join(device::reserved(&entry.name())), &text).unwrap();
+        assert!(!known.lists(&path).unwrap() && known.all().unwrap().is_empty());
+        assert!(!known.remove(&path).unwrap());
+        device::replace(&list, &entry.name(), &text).unwrap();
+        std::fs::write(known.list.join(device::reserved(&entry.name())), &text).unwrap();
+        assert_eq!(known.all().unwrap().len(), 1);
+        assert!(known.remove(&path).unwrap());
+        assert!(known.all().unwrap().is_empty());
+    }
 }

@@ -163,7 +163,11 @@ pub fn inspect(path: &Path, options: &ReplicaOptions) -> Result<Option<Lineage>>
     if !folder.is_dir() {
         return Ok(None);
     }
-    Lineage::load(&device::Dir::open(&folder).map_err(io_error("open", &folder))?)
+    match device::Dir::existing(&folder) {
+        // It was forgotten just now.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        dir => Lineage::load(&dir.map_err(io_error("open", &folder))?),
+    }
 }
 
 /// A folder belongs to one replica, and to the disk it was made for.

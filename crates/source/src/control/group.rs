@@ -71,17 +71,19 @@ impl SourceMembership {
     }
 }
 
-/// Writes down that the replicas of these members, at these epochs, have committed a cut together.
-pub(crate) fn record_commit(
-    name: &str,
-    cut: Epoch,
-    members: &[(&dyn Folder, Epoch)],
-) -> Result<(), SourceError> {
-    for (folder, epoch) in members {
-        let committed = SourceMembership { cut: Some((cut, *epoch)), ..SourceMembership::first(name) };
-        crate::record::json::write_json(*folder, COMMITTED, &committed)?;
+/// Writes down that the replicas of a group have committed a cut, of which the source with this state folder is a member at this epoch.
+fn write_commit(folder: &dyn Folder, name: &str, at: (Epoch, Epoch)) -> Result<(), SourceError> {
+    let committed = SourceMembership { cut: Some(at), ..SourceMembership::first(name) };
+    crate::record::json::write_json(folder, COMMITTED, &committed)
+}
+
+/// Writes down a commit as [`write_commit`] does, unless that of a later cut is known: the replicas in one folder may have committed after those in
+/// another one, which were cut later. For the process that holds the source.
+pub(crate) fn record_commit(folder: &dyn Folder, name: &str, at: (Epoch, Epoch)) -> Result<(), SourceError> {
+    match SourceMembership::first(name).committed(folder)? {
+        Some((known, _)) if known.number > at.0.number => Ok(()),
+        _ => write_commit(folder, name, at),
     }
-    Ok(())
 }
 
 /// Sources of a group: where the state of each is, and what it knows of the group.
@@ -98,7 +100,11 @@ pub fn group_members(state: &StateDir, name: &str) -> Result<Members, SourceErro
     }
     let mut members = Vec::new();
     for (place, about) in survey.sources {
-        let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+        let folder = match Dir::existing(&place) {
+            // It was forgotten since it was found.
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            folder => folder.map_err(SourceError::state("open", &place))?,
+        };
         if let Some(group) = SourceMembership::read(&folder)?.filter(|group| group.name == name) {
             members.push((place, about, group));
         }
@@ -115,7 +121,7 @@ pub fn join_group(state: &StateDir, path: &Path, group: SourceMembership) -> Res
     let Some((place, _)) = state.source(&path.to_string_lossy())? else {
         return Err(SourceError::Unknown(format!("{} is not a known source", path.display())));
     };
-    let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+    let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
     join_in(&folder, path, group, &|name| group_members(state, name))
 }
 
@@ -141,7 +147,7 @@ pub fn join_in(
     };
     // Those whose place it takes were committed there together.
     if let Some((cut, epoch)) = group.cut {
-        record_commit(&group.name, cut, &[(folder, epoch)])?;
+        write_commit(folder, &group.name, (cut, epoch))?;
     }
     SourceMembership { promotion, ..group }.write(folder)?;
     Ok(true)
@@ -152,7 +158,7 @@ pub fn join_in(
 /// # Errors
 /// `Unknown` if it is in none of that name; `Busy` while a command or a server holds it.
 pub fn leave_group(place: &Path, about: &SourceMetadata, name: &str) -> Result<(), SourceError> {
-    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+    let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
     if SourceMembership::read(&folder)?.is_none_or(|group| group.name != name) {
         return Err(SourceError::Unknown(format!(
             "{} is not in a group \"{name}\": \"dsync status\" lists sources and their groups",

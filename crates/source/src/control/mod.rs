@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use trackers::{CowFiles, CowStore, Follower};
 use uuid::Uuid;
 
-use crate::control::group::SourceGroup;
+use crate::control::group::{SourceGroup, record_commit};
 use crate::record::bookmarks::Reached;
 use crate::record::history::History;
 use crate::source::{Checkpoint, SharedView, Source};
@@ -58,6 +58,8 @@ enum Request {
         #[serde(flatten)]
         at: Reached,
     },
+    /// The replicas of a group have committed a cut, with the source at this epoch.
+    Committed { group: String, cut: Epoch, epoch: Epoch },
     /// A mirror has brought a replica up to date as of this time, in seconds since 1970.
     Reached { replica: String, time: u64 },
     /// Set a named checkpoint, at the present or at an epoch.
@@ -399,6 +401,7 @@ fn answer(
     ask: Request,
     blob: &[u8],
 ) -> io::Result<Result<(), SourceError>> {
+    let done = |done: Result<(), SourceError>| answer_with(socket, done.map(|()| Response::Done));
     let checkpoint = match ask {
         Request::Checkpoint => match source.checkpoint(true) {
             Ok(checkpoint) => {
@@ -423,8 +426,10 @@ fn answer(
             }
         },
         Request::Dirty => return answer_dirty(source, socket),
-        Request::Acknowledge { replica, at } => {
-            return answer_with(socket, source.acknowledge(&replica, at).map(|()| Response::Done));
+        Request::Acknowledge { replica, at } => return done(source.acknowledge(&replica, at)),
+        Request::Committed { group, cut, epoch } => {
+            let at = (cut, epoch);
+            return done(source.with_history(|_| record_commit(source.folder(), &group, at)));
         }
         Request::Reached { replica, time } => {
             source.reached(replica, time);
@@ -434,9 +439,7 @@ fn answer(
             let named = source.name_checkpoint(&name, at);
             return answer_with(socket, named.map(|epoch| Response::Named { epoch }));
         }
-        Request::ForgetBookmark { name } => {
-            return answer_with(socket, source.forget_bookmark(&name).map(|()| Response::Done));
-        }
+        Request::ForgetBookmark { name } => return done(source.forget_bookmark(&name)),
         Request::Status => {
             return answer_with(
                 socket,
@@ -686,6 +689,11 @@ impl ControlClient {
     /// Reports the epoch of a replica.
     pub(crate) fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         self.ask(&Request::Acknowledge { replica: replica.to_owned(), at }).map(|_| ())
+    }
+
+    /// Reports that the replicas of a group have committed a cut, with the source at an epoch.
+    pub(crate) fn committed(&self, group: &str, (cut, epoch): (Epoch, Epoch)) -> Result<(), SourceError> {
+        self.ask(&Request::Committed { group: group.to_owned(), cut, epoch }).map(|_| ())
     }
 
     /// A mirror has brought a replica up to date as of then, in seconds since 1970.

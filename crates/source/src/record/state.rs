@@ -414,7 +414,11 @@ pub fn write_about(folder: &dyn Folder, about: &SourceMetadata) -> Result<(), So
 }
 
 fn read_about(place: &Path) -> Result<Option<Known>, SourceError> {
-    read_known(&Dir::open(place).map_err(SourceError::state("open", place))?)
+    match Dir::existing(place) {
+        // It was forgotten since it was found.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        folder => read_known(&folder.map_err(SourceError::state("open", place))?),
+    }
 }
 
 /// The description in a source's folder; `None` if it is not one.
@@ -447,7 +451,7 @@ fn not_damaged<T>(
     identity: &Identity,
 ) -> Result<Option<T>, SourceError> {
     let is_its = |place: &Path| {
-        let stamp = Dir::open(place).ok().and_then(|folder| ImageStamp::read(&folder).ok().flatten());
+        let stamp = Dir::existing(place).ok().and_then(|folder| ImageStamp::read(&folder).ok().flatten());
         stamp.is_some_and(|s| s.identity.path == identity.path || s.identity.same_object(identity))
     };
     match damaged.into_iter().find(|(place, _)| is_its(place)) {
@@ -588,5 +592,26 @@ mod tests {
             drop(opened);
             std::fs::remove_dir_all(state.path()).unwrap();
         }
+    }
+
+    /// Nor is its folder made again by who looks.
+    #[test]
+    fn a_source_that_is_forgotten_while_it_is_looked_at_is_none() {
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::find(Some(temp.path()));
+        let place = state.source_folder(Uuid::new_v4());
+        std::fs::create_dir(place.parent().unwrap()).unwrap();
+        std::thread::scope(|scope| {
+            let comes_and_goes = || {
+                (0..3000)
+                    .try_for_each(|_| std::fs::create_dir(&place).and_then(|()| std::fs::remove_dir(&place)))
+            };
+            let others = scope.spawn(comes_and_goes);
+            while !others.is_finished() {
+                let survey = state.survey().unwrap();
+                assert!(survey.damaged.is_empty(), "{:?}", survey.damaged);
+            }
+            others.join().unwrap().unwrap();
+        });
     }
 }

@@ -171,6 +171,7 @@ pub(crate) fn demote_if(
     let watch = options.watch.clone().map_or_else(|| watch(&handle, options), |watch| Ok(Some(watch)))?;
     let found = follow(&handle, options, at, progress);
     let about = handle.about().clone();
+    let lives = lives_in(state, &place)?;
     handle.close()?;
     let (mut summary, demotion) = found?;
     if options.dry_run {
@@ -182,7 +183,9 @@ pub(crate) fn demote_if(
         None if about.identity.is_block() => options.open.trust_device,
         None => state.doubt(&place, &about).is_ok_and(|doubt| doubt.is_none()),
     };
-    let unwritten = || demotion.since.is_none() || undoubted();
+    // Held by nobody until the replica was opened, it may have been served; since then it cannot be.
+    let unserved = || lives_in(state, &place).is_ok_and(|now| now == lives);
+    let unwritten = || unserved() && (demotion.since.is_none() || undoubted());
     let mut replica = state
         .open(&about.path, &replica::ReplicaOptions { adopt: true, format: Some(about.format), ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
@@ -192,6 +195,12 @@ pub(crate) fn demote_if(
     state.forget(&place, &about)?;
     summary.released = released(summary.term, &demotion);
     Ok(summary)
+}
+
+/// The lives in a source's folder: who opens it to write begins another.
+fn lives_in(state: &dyn Site, place: &Path) -> Result<Option<Lives>, SyncError> {
+    let folder = state.folder(place).map_err(SyncError::io(format!("open {}", place.display())))?;
+    Ok(source::about_in(&*folder)?.map(|about| about.lives))
 }
 
 /// Refuses a member of a group whose disks are all sources together: without it their replicas could not take over. What is left of a group of which

@@ -1,14 +1,16 @@
 //! Starts and stops tracking: programs, maps and links, pinned so that they outlive the process.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::Path;
 
 use aya::programs::BtfTracePoint;
 use aya::programs::links::FdLink;
 use aya::{Btf, EbpfLoader};
 use extents::Bitmap;
+use rustix::fs::{FlockOperation, flock};
 
 use super::disk::BlockDevice;
 use super::notes::{Counts, Notes};
@@ -49,17 +51,19 @@ pub(super) fn begin(
     // Nobody else may write to it, whatever the umask.
     let mut folder = std::fs::DirBuilder::new();
     folder.mode(0o700);
-    if let Err(error) = (folder.recursive(true).create(place.parent().unwrap_or(&place)))
-        .and_then(|()| folder.recursive(false).create(&place))
-    {
-        return Err(match error.kind() {
-            io::ErrorKind::AlreadyExists => TrackError::Refused(format!(
-                "{} is already tracked: see \"dsync status {0}\", or end it with \"dsync track remove {0}\"",
-                disk.path.display()
-            )),
-            _ => TrackError::state("cannot create a folder", &place)(error),
-        });
-    }
+    let mut make = || loop {
+        folder.recursive(true).create(place.parent().unwrap_or(&place))?;
+        if let Some(held) = alone(&place, FlockOperation::LockExclusive)? {
+            return folder.recursive(false).create(&place).map(|()| held);
+        }
+    };
+    let _held = make().map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists => TrackError::Refused(format!(
+            "{} is already tracked: see \"dsync status {0}\", or end it with \"dsync track remove {0}\"",
+            disk.path.display()
+        )),
+        _ => TrackError::state("cannot create a folder", &place)(error),
+    })?;
     let begun = load(disk, block_size, &place, why).and_then(|()| BpfTracker::open(&place, &disk.path));
     if begun.is_err() {
         // Incomplete pins are of no use.
@@ -133,6 +137,27 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
     };
     let map = sys::get(&place.join("notes")).map_err(&pin)?;
     notes.write(map.as_fd()).map_err(&pin)
+}
+
+/// Locks the folder of all trackers, beside this one: who makes or removes one holds it alone. `None` if there is none, which goes with the last of
+/// them.
+pub(super) fn alone(place: &Path, how: FlockOperation) -> io::Result<Option<File>> {
+    let all = place.parent().unwrap_or(place);
+    let found =
+        |error: io::Error| if error.kind() == io::ErrorKind::NotFound { Ok(None) } else { Err(error) };
+    loop {
+        let held = match File::open(all) {
+            Ok(held) => held,
+            Err(error) => return found(error),
+        };
+        flock(&held, how)?;
+        let (ours, here) = (held.metadata()?, std::fs::metadata(all));
+        match here.map(|here| (here.dev(), here.ino()) == (ours.dev(), ours.ino())) {
+            Ok(true) => return Ok(Some(held)),
+            Ok(false) => {}
+            Err(error) => return found(error),
+        }
+    }
 }
 
 /// Removes the pins in a folder, which ends the tracking once running programs have finished.

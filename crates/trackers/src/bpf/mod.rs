@@ -104,8 +104,9 @@ pub fn remove(device: &Path) -> Result<bool, TrackError> {
         own => own,
     };
     let Some(place) = number.map(|number| folder(&number)) else { return Ok(false) };
-    match load::unpin(&place) {
-        Ok(()) => Ok(true),
+    let held = load::alone(&place, FlockOperation::LockExclusive);
+    match held.and_then(|held| held.map(|_held| load::unpin(&place)).transpose()) {
+        Ok(removed) => Ok(removed.is_some()),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(TrackError::state("cannot remove the tracker", &place)(error)),
     }
@@ -126,8 +127,9 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
         }
         _ => return Ok(None),
     }
-    Ok(Some(match BpfTracker::open(&place, &identity.path) {
-        Ok(tracker) => Box::new(tracker),
+    Ok(Some(match BpfTracker::find(&place, &identity.path) {
+        Ok(Some(tracker)) => Box::new(tracker),
+        Ok(None) => return Ok(None),
         // Users without root cannot read the record: for them the disk is not tracked, and is compared.
         Err(TrackError::State { error, .. }) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Ok(None);
@@ -198,6 +200,16 @@ struct MappedBitmap {
 }
 
 impl BpfTracker {
+    /// Opens what is pinned in a folder, for the device at a path, as [`BpfTracker::open`] does. `None` if there is nothing any more: who makes or removes
+    /// a tracker is waited for.
+    fn find(place: &Path, device: &Path) -> Result<Option<BpfTracker>, TrackError> {
+        BpfTracker::open(place, device).map(Some).or_else(|_| {
+            // Where it cannot be locked, it cannot be made either.
+            let _held = load::alone(place, FlockOperation::LockShared);
+            if place.exists() { BpfTracker::open(place, device).map(Some) } else { Ok(None) }
+        })
+    }
+
     /// Opens what is pinned in a folder, for the device at a path.
     fn open(place: &Path, device: &Path) -> Result<BpfTracker, TrackError> {
         check_owner(place)?;

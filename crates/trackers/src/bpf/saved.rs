@@ -72,14 +72,12 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
     let state = |what| TrackError::state(what, to.path());
     to.remove(NAME).map_err(state("cannot remove the old record"))?;
     let disk = BlockDevice::at(device)?;
-    let place = folder(&disk.number);
-    if !place.exists() {
+    let Some(tracker) = BpfTracker::find(&folder(&disk.number), &disk.path)? else {
         return Err(TrackError::Refused(format!(
             "{} is not tracked: start with \"dsync track add {0}\"",
             device.display()
         )));
-    }
-    let tracker = BpfTracker::open(&place, &disk.path)?;
+    };
     if let Some(user) = device::in_use(device) {
         return Err(TrackError::Refused(format!(
             "{} is still in use ({user}): unmount it first; without a saved record, everything is compared after the reboot",
@@ -123,12 +121,13 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
     let saved = read(from).map_err(&state)?;
     from.remove(NAME).and_then(|()| from.sync()).map_err(&state)?;
     let disk = BlockDevice::at(device)?;
-    match BpfTracker::open(&folder(&disk.number), &disk.path) {
+    match BpfTracker::find(&folder(&disk.number), &disk.path) {
+        Ok(None) => {}
         // It tracks a disk that was detached since, or nothing any more: replace it.
-        Ok(tracker) if tracker.severed(&tracker.notes()?)?.is_some() => {
+        Ok(Some(tracker)) if tracker.severed(&tracker.notes()?)?.is_some() => {
             super::remove(device)?;
         }
-        Ok(tracker) => return Ok(tracker.lost()?.map_or(Restored::WentOn, Restored::Lost)),
+        Ok(Some(tracker)) => return Ok(tracker.lost()?.map_or(Restored::WentOn, Restored::Lost)),
         Err(_) => {
             super::remove(device)?;
         }

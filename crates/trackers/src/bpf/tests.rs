@@ -729,3 +729,28 @@ fn a_write_that_is_taken_to_be_in_flight_is_told() {
     assert_eq!(tracker.lost().unwrap(), None);
     remove(&disk.device).unwrap();
 }
+
+/// Who looks for a tracker while it is made or removed finds it whole, or none.
+#[test]
+fn no_part_of_a_tracker_is_found() {
+    if !ready(&["losetup"]) {
+        return;
+    }
+    let disk = Loop::new(1);
+    let ended = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..10 {
+                drop(add(&disk.device, None).unwrap());
+                assert!(remove(&disk.device).unwrap());
+            }
+            ended.store(true, SeqCst);
+        });
+        while !ended.load(SeqCst) {
+            // One that is removed after it was found says so in other words.
+            let lost = find(&disk.device).unwrap().and_then(|found| found.lost().ok()?);
+            let broken = lost.as_ref().is_some_and(|why| why.contains("is broken"));
+            assert!(!broken, "{}", lost.unwrap_or_default());
+        }
+    });
+}
