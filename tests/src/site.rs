@@ -52,8 +52,17 @@ impl Default for Site {
 impl Site {
     /// A fresh site.
     pub fn new() -> Site {
+        Site::with(crate::on_disk())
+    }
+
+    /// A site in memory, where there is such a place: for tests of what needs no real disk, and no power cut.
+    pub fn in_memory() -> Site {
+        Site::with(testing::in_memory())
+    }
+
+    fn with(images: TempDir) -> Site {
         Site {
-            images: crate::on_disk(),
+            images,
             sockets: testing::temporary(),
             pins: testing::leftovers::pins(next()),
         }

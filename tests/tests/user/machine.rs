@@ -25,7 +25,7 @@ impl World {
         if !Libvirt::possible(what) {
             return None;
         }
-        let (site, host) = (Site::new(), Libvirt::start());
+        let (site, host) = (Site::in_memory(), Libvirt::start());
         let replicas = site.path("replicas");
         std::fs::create_dir(&replicas).expect("a folder");
         host.boot(VM, &[&writer(&site, "a.qcow2"), &writer(&site, "b.raw")]);
@@ -292,7 +292,7 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
     if !Libvirt::possible("a VM that starts from its replicas") {
         return;
     }
-    let (site, far, host, other) = (Site::new(), Site::new(), Libvirt::start(), Libvirt::start());
+    let (site, far, host, other) = (Site::in_memory(), Site::in_memory(), Libvirt::start(), Libvirt::start());
     let replicas = far.path("vms");
     std::fs::create_dir(&replicas).expect("a folder");
     let nvram = site.image("nvram.fd", MIB / 4);
@@ -563,7 +563,7 @@ fn a_vm_that_was_promoted_is_followed_where_it_is() {
     demote.code(4).says(&["vm.t1 is the group of a VM, which is moved in another way"]);
     world.host.virsh(["destroy", VM]).ok();
     world.sync();
-    let (far, other) = (Site::new(), Libvirt::start());
+    let (far, other) = (Site::in_memory(), Libvirt::start());
     let definition = far.path("there.xml");
     let promote = |site: &Site, folder: &std::path::Path| {
         let promote = site.dsync(["promote", "--force", "--group"]).arg(folder.join(".vm.t1.dsync-group"));
