@@ -111,11 +111,11 @@ impl Job {
         })
     }
 
-    /// Refuses to begin while another program has a job.
+    /// Refuses to begin while another program has a job. True if there is one of ours, which a killed run left.
     ///
     /// # Errors
     /// That.
-    pub(super) fn refuse_other(&self) -> Result<(), Failure> {
+    pub(super) fn refuse_other(&self) -> Result<bool, Failure> {
         match self.virsh.job()?.map(|job| socket_of(&job)) {
             Some(socket) if socket.as_deref() != Some(&*self.socket) => {
                 let whose = socket.map_or_else(String::new, |socket| format!(" (at {})", socket.display()));
@@ -124,7 +124,7 @@ impl Job {
                     self.machine
                 )))
             }
-            _ => Ok(()),
+            job => Ok(job.is_some()),
         }
     }
 
@@ -133,9 +133,10 @@ impl Job {
     /// # Errors
     /// As [`Job::refuse_other`], and if it does not end.
     pub(super) fn enter(self) -> Result<Begun, Failure> {
-        self.refuse_other()?;
-        // Beside it libvirt would wait half a minute before it refuses ours.
-        self.end()?;
+        if self.refuse_other()? {
+            // Beside it libvirt would wait half a minute before it refuses ours.
+            self.end()?;
+        }
         let job = Arc::new(self);
         *current() = Some(job.clone());
         Ok(Begun(job))
@@ -178,9 +179,8 @@ impl Job {
                 let created = checkpoint.and_then(|_| self.virsh.created(name).transpose()).transpose()?;
                 return Made::of(&self.state, &self.plain).confirm(name, created);
             };
-            self.refuse_other()?;
             // That of a run that was killed, whose request libvirt has carried out only now.
-            if self.virsh.job()?.is_some() {
+            if self.refuse_other()? {
                 self.end()?;
                 continue;
             }
@@ -230,16 +230,17 @@ impl Job {
         }
         let mut wrong = Vec::new();
         let ours = made.names();
+        let mut left: BTreeSet<String> = checkpoints.iter().cloned().collect();
         for name in checkpoints.iter().filter(|name| ours.contains(&***name) && !wanted.contains(*name)) {
-            let deleted = self.virsh.delete_checkpoint(name).map_err(said)?;
-            wrong.extend(deleted.err().map(|why| {
-                format!(
+            if let Err(why) = self.virsh.delete_checkpoint(name).map_err(said)? {
+                wrong.push(format!(
                     "checkpoint {name} of {} is left, and slows it down until it is deleted: {why}",
                     self.machine
-                )
-            }));
+                ));
+            } else {
+                left.remove(name);
+            }
         }
-        let left = self.virsh.checkpoints().map_err(said)?.into_iter().collect();
         made.keep(&left).map_err(said)?;
         Ok(wrong)
     }
