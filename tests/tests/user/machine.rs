@@ -22,10 +22,14 @@ struct World {
 impl World {
     /// A VM with a qcow2 disk and a raw one, whose guest writes to both in turn; `None` if there can be none here.
     fn new(what: &str) -> Option<World> {
+        World::at(what, Site::in_memory)
+    }
+
+    fn at(what: &str, site: fn() -> Site) -> Option<World> {
         if !Libvirt::possible(what) {
             return None;
         }
-        let (site, host) = (Site::in_memory(), Libvirt::start());
+        let (site, host) = (site(), Libvirt::start());
         let replicas = site.path("replicas");
         std::fs::create_dir(&replicas).expect("a folder");
         host.boot(VM, &[&writer(&site, "a.qcow2"), &writer(&site, "b.raw")]);
@@ -76,8 +80,12 @@ impl World {
 
     /// Fails if a job is left, a file of one, or more than one checkpoint.
     fn clean(&self) {
-        assert_eq!((self.host.job(VM), self.host.left(VM)), (None, vec![]));
-        assert!(self.host.checkpoints(VM).len() <= 1, "{:?}", self.host.checkpoints(VM));
+        let both = format!("checkpoint-list --name {VM}; backup-dumpxml {VM}");
+        let said = self.host.virsh([&*both]).output();
+        let is_free = ["no domain backup job", "domain is not running"];
+        assert!(is_free.iter().any(|none| said.stderr.contains(none)), "{said}");
+        let checkpoints = said.text().split_whitespace().count();
+        assert!(checkpoints <= 1 && self.host.left(VM).is_empty(), "{said} {:?}", self.host.left(VM));
     }
 }
 
@@ -617,7 +625,8 @@ impl World {
 
 #[test]
 fn a_vm_is_verified_while_it_writes_and_what_it_wrote_is_no_difference() {
-    let Some(world) = World::new("a verify of a VM by its name") else { return };
+    // In memory the times of a replica do not tell that its content is as old as it was.
+    let Some(world) = World::at("a verify of a VM by its name", Site::new) else { return };
     world.sync();
     world.host.writes_on(VM);
     let said = world.verify().ok();
@@ -771,13 +780,12 @@ fn a_vm_with_another_name_is_copied_anew_once_the_former_is_forgotten() {
 }
 
 /// Waits for the next words in what a mirror says, behind those that were found before.
-struct Said<'a> {
-    world: &'a World,
+struct Said {
     mirror: Background,
     seen: usize,
 }
 
-impl Said<'_> {
+impl Said {
     fn wait(&mut self, words: &str) {
         until(words, || {
             let said = self.mirror.stdout_so_far();
@@ -789,23 +797,17 @@ impl Said<'_> {
     }
 
     /// Waits for so many commits from now on.
-    fn passes(&self, count: u64) {
-        let epoch = || {
-            let said = self.world.dsync(&["status", "--json", "vm:t1"]).ok().text();
-            let mut lines =
-                said.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
-            let group = lines.rfind(|line| line["kind"] == "group").expect("a group");
-            group["epoch"].as_u64().unwrap_or_default()
-        };
-        let before = epoch();
-        until("passes", || epoch() >= before + count);
+    fn passes(&self, count: usize) {
+        let commits = || self.mirror.stderr_so_far().matches("vm:t1 is at common epoch").count();
+        let before = commits();
+        until("passes", || commits() >= before + count);
     }
 }
 
 impl World {
-    fn mirror(&self) -> Said<'_> {
-        let mirror = self.dsync(&["mirror", "vm:t1", "--rpo", "1s"]).arg(&self.replicas).start();
-        let mut said = Said { world: self, mirror, seen: 0 };
+    fn mirror(&self) -> Said {
+        let mirror = self.dsync(&["mirror", "-v", "vm:t1", "--rpo", "1s"]).arg(&self.replicas).start();
+        let mut said = Said { mirror, seen: 0 };
         said.wait("mirroring vm:t1 to ");
         said
     }
