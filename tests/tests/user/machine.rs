@@ -431,6 +431,35 @@ const HANGS: &str = r#"#!/bin/sh
 exec /usr/bin/virsh "$@"
 "#;
 
+/// The same, but a job is asked for only once there is this file. Leaves a file for each command.
+const LATE: &str = r#"#!/bin/sh
+: >"$ONCE.$2"
+[ "$2" != backup-begin ] || while [ ! -e "$ONCE" ]; do sleep 0.05; done
+exec /usr/bin/virsh "$@"
+"#;
+
+/// Beside the second request libvirt would let the first wait, and begin its job when nobody is there to end it.
+#[test]
+fn a_job_that_a_killed_sync_has_asked_for_is_waited_for_and_ended() {
+    let Some(world) = World::new("a VM by its name whose sync is killed as its job begins") else { return };
+    let path = world.before_virsh(LATE);
+    let go_on = world.site.path("go-on");
+    let run = || world.run(&[]).env("PATH", &path).env("ONCE", &go_on).start();
+    let called = |command: &str| go_on.with_extension(command);
+    let killed = run();
+    until("a job is asked for", || called("backup-begin").exists());
+    assert!(killed.killed().was_killed());
+    std::fs::remove_file(called("dumpxml")).expect("a call");
+    let next = run();
+    until("the next sync has begun", || called("dumpxml").exists());
+    std::fs::write(&go_on, "").expect("a file");
+    let said = next.output(Duration::from_secs(60));
+    assert!(said.status.success(), "{said}");
+    // libvirt itself has the second request wait for 30 seconds.
+    assert!(said.time < Duration::from_secs(25), "{said}");
+    world.clean();
+}
+
 #[test]
 fn a_libvirt_that_hangs_is_not_waited_for_without_end() {
     let Some(world) = World::new("a VM by its name whose libvirt hangs") else { return };
