@@ -61,11 +61,7 @@ impl Site {
     }
 
     fn with(images: TempDir) -> Site {
-        Site {
-            images,
-            sockets: testing::temporary(),
-            pins: testing::leftovers::pins(next()),
-        }
+        Site { images, sockets: testing::temporary(), pins: testing::leftovers::pins(next()) }
     }
 
     /// The folder of the images.

@@ -200,7 +200,9 @@ impl Job {
             let marks = parts.iter().filter(|part| part.is_listed);
             let marks = marks.map(|part| (&*part.target, part.mark.as_deref().unwrap_or_default()));
             Made::of(&self.state, &self.plain).add(name, marks)?;
-            let Err(why) = self.virsh.begin(&self.backup(parts), checkpoint.as_deref(), self.hold_begin()?)? else {
+            let Err(why) =
+                self.virsh.begin(&self.backup(parts), checkpoint.as_deref(), self.hold_begin()?)?
+            else {
                 let created = checkpoint.and_then(|_| self.virsh.created(name).transpose()).transpose()?;
                 return Made::of(&self.state, &self.plain).confirm(name, created);
             };

@@ -66,7 +66,8 @@ pub(super) fn seek(name: &str) -> Result<Option<String>, Failure> {
 
 /// The names of all domains, if libvirt tells them.
 pub(super) fn names() -> Vec<String> {
-    let said = virsh("list", &["--all", "--name"], Stdio::null()).ok().and_then(Result::ok).unwrap_or_default();
+    let said =
+        virsh("list", &["--all", "--name"], Stdio::null()).ok().and_then(Result::ok).unwrap_or_default();
     said.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
