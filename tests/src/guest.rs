@@ -199,7 +199,7 @@ impl Guest {
             .args(["-smp", &cpus.to_string(), "-m", &memory.to_string()])
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-no-reboot"])
             .arg("-kernel")
-            .arg(only(&kernel.join("boot"), "vmlinuz-"))
+            .arg(image(&kernel.join("boot")))
             .arg("-initrd")
             .arg(&initrd)
             .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"])
@@ -313,6 +313,12 @@ impl Guest {
             self.process.stderr_so_far()
         )
     }
+}
+
+/// What is booted: the kernel as it runs, or one that unpacks itself where there is only that.
+fn image(boot: &Path) -> PathBuf {
+    let plain = boot.join("vmlinux");
+    if plain.metadata().is_ok_and(|file| file.len() > 0) { plain } else { only(boot, "vmlinuz-") }
 }
 
 /// The only entry of a folder whose name begins so.

@@ -52,11 +52,16 @@ impl Default for Site {
 impl Site {
     /// A fresh site.
     pub fn new() -> Site {
-        Site {
-            images: crate::on_disk(),
-            sockets: testing::temporary(),
-            pins: testing::leftovers::pins(next()),
-        }
+        Site::with(crate::on_disk())
+    }
+
+    /// A site in memory, where there is such a place: for tests of what needs no real disk, and no power cut.
+    pub fn in_memory() -> Site {
+        Site::with(testing::in_memory())
+    }
+
+    fn with(images: TempDir) -> Site {
+        Site { images, sockets: testing::temporary(), pins: testing::leftovers::pins(next()) }
     }
 
     /// The folder of the images.

@@ -118,6 +118,9 @@ fn a_guest_loses_its_power_on_a_served_disk() {
 
 /// Syncs to a replica on FAT, which is mounted anew before each sync. A second one is looked up first, so that the inode is another one.
 const FAT: &str = r#"set -e
+# From there it would be read anew at each start.
+cp "$DSYNC" /tmp/dsync
+DSYNC=/tmp/dsync
 export DSYNC_STATE_DIR=/tmp/state
 mkfs.vfat /dev/vda >/dev/null
 mkdir /tmp/disk

@@ -203,7 +203,7 @@ fn no_update_is_lost_between_two_epochs() {
         fs::copy(module(kernel, "DM_TRACK_TEST_NO_DRAIN"), &broken).expect("a copy");
         vm.options.files.push(broken);
         vm.modules(&["dm_delay"]);
-        let seconds = if testing::guests_in_full() { 20 } else { 6 };
+        let seconds = if testing::guests_in_full() { 20 } else { 4 };
         vm.variables = format!("SEED={}\nSECONDS_OF_LOAD={seconds}", random.below(1 << 30));
         vm.run(180);
     }

@@ -13,6 +13,7 @@
 //! - *The job is there when all was read*, which is asked before anything is committed: libvirt may end it for another.
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -20,6 +21,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use roxmltree::Document;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use source::{Handle, Recorded, SourceError, StateDir, Still};
 
 use super::Untold;
@@ -129,11 +132,11 @@ impl Job {
         })
     }
 
-    /// Refuses to begin while another program has a job.
+    /// Refuses to begin while another program has a job. True if there is one of ours, which a killed run left.
     ///
     /// # Errors
     /// That.
-    pub(super) fn refuse_other(&self) -> Result<(), Failure> {
+    pub(super) fn refuse_other(&self) -> Result<bool, Failure> {
         match self.virsh.job()?.map(|job| socket_of(&job)) {
             Some(socket) if socket.as_deref() != Some(&*self.socket) => {
                 let whose = socket.map_or_else(String::new, |socket| format!(" (at {})", socket.display()));
@@ -142,7 +145,7 @@ impl Job {
                     self.machine
                 )))
             }
-            _ => Ok(()),
+            job => Ok(job.is_some()),
         }
     }
 
@@ -151,9 +154,11 @@ impl Job {
     /// # Errors
     /// As [`Job::refuse_other`], and if it does not end.
     pub(super) fn enter(self) -> Result<Begun, Failure> {
-        self.refuse_other()?;
-        // Beside it libvirt would wait half a minute before it refuses ours.
-        self.end()?;
+        drop(self.hold_begin()?);
+        if self.refuse_other()? {
+            // Beside it libvirt would wait half a minute before it refuses ours.
+            self.end()?;
+        }
         let job = Arc::new(self);
         *current() = Some(job.clone());
         Ok(Begun(job))
@@ -184,6 +189,27 @@ impl Job {
         Ok(())
     }
 
+    /// Holds the right to ask for a job. Of a run that was killed its virsh has it, until what that has asked for was carried out or refused: beside a
+    /// second request libvirt would have one wait half a minute, and begin it thereafter.
+    fn hold_begin(&self) -> Result<File, Failure> {
+        let folder = self.socket.parent().unwrap_or(Path::new("/"));
+        let failed = |error: io::Error| Failure::failed(format!("cannot lock {}: {error}", folder.display()));
+        let (held, began) = (File::open(folder).map_err(failed)?, Instant::now());
+        loop {
+            match flock(&held, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(held),
+                Err(Errno::WOULDBLOCK) if began.elapsed() < ENDS_WITHIN => std::thread::sleep(LOOK_EVERY),
+                Err(Errno::WOULDBLOCK) => {
+                    return Err(Failure::busy(format!(
+                        "a backup job of {} that a killed run has asked for does not begin: end its \"virsh backup-begin\", and run this again",
+                        self.machine
+                    )));
+                }
+                Err(error) => return Err(failed(error.into())),
+            }
+        }
+    }
+
     /// Begins, with a checkpoint of this name if libvirt keeps one of any of the disks. What is not told of a disk is noted in its part.
     fn begin(&self, parts: &mut [Part], name: &str) -> Result<(), Failure> {
         loop {
@@ -192,13 +218,14 @@ impl Job {
             let marks = parts.iter().filter(|part| part.is_listed);
             let marks = marks.map(|part| (&*part.target, part.mark.as_deref().unwrap_or_default()));
             Made::of(&self.state, &self.plain).add(name, marks)?;
-            let Err(why) = self.virsh.begin(&self.backup(parts), checkpoint.as_deref())? else {
+            let Err(why) =
+                self.virsh.begin(&self.backup(parts), checkpoint.as_deref(), self.hold_begin()?)?
+            else {
                 let created = checkpoint.and_then(|_| self.virsh.created(name).transpose()).transpose()?;
                 return Made::of(&self.state, &self.plain).confirm(name, created);
             };
-            self.refuse_other()?;
             // That of a run that was killed, whose request libvirt has carried out only now.
-            if self.virsh.job()?.is_some() {
+            if self.refuse_other()? {
                 self.end()?;
                 continue;
             }
@@ -249,16 +276,17 @@ impl Job {
         }
         let mut wrong = Vec::new();
         let ours = made.names();
+        let mut left: BTreeSet<String> = checkpoints.iter().cloned().collect();
         for name in checkpoints.iter().filter(|name| ours.contains(&***name) && !wanted.contains(*name)) {
-            let deleted = self.virsh.delete_checkpoint(name).map_err(said)?;
-            wrong.extend(deleted.err().map(|why| {
-                format!(
+            if let Err(why) = self.virsh.delete_checkpoint(name).map_err(said)? {
+                wrong.push(format!(
                     "checkpoint {name} of {} is left, and slows it down until it is deleted: {why}",
                     self.machine
-                )
-            }));
+                ));
+            } else {
+                left.remove(name);
+            }
         }
-        let left = self.virsh.checkpoints().map_err(said)?.into_iter().collect();
         made.keep(&left).map_err(said)?;
         Ok(wrong)
     }

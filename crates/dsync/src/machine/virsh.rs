@@ -1,5 +1,6 @@
 //! `virsh`, libvirt's own client, as a child process: which libvirt is meant it reads from LIBVIRT_DEFAULT_URI itself.
 
+use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -41,7 +42,7 @@ pub(super) fn look_up(name: &str) -> Result<String, Failure> {
             "LIBVIRT_DEFAULT_URI ({uri}) is the libvirt of another host, and the disks are read here: run this on that host"
         )));
     }
-    virsh("dumpxml", &[&format!("--domain={name}")])?.map_err(|why| {
+    virsh("dumpxml", &[&format!("--domain={name}")], Stdio::null())?.map_err(|why| {
         if why.contains("failed to connect") || why.contains("Failed to connect") {
             return Failure::failed(format!(
                 "libvirt does not answer ({why}): start it (\"systemctl start libvirtd\"), or name the one that is meant in LIBVIRT_DEFAULT_URI"
@@ -56,7 +57,7 @@ pub(super) fn look_up(name: &str) -> Result<String, Failure> {
 /// # Errors
 /// If libvirt cannot be asked.
 pub(super) fn seek(name: &str) -> Result<Option<String>, Failure> {
-    match virsh("dumpxml", &[&format!("--domain={name}")])? {
+    match virsh("dumpxml", &[&format!("--domain={name}")], Stdio::null())? {
         Ok(text) => Ok(Some(text)),
         Err(why) if why.contains("failed to get domain") => Ok(None),
         Err(why) => Err(Failure::failed(format!("libvirt does not answer: {why}"))),
@@ -65,7 +66,8 @@ pub(super) fn seek(name: &str) -> Result<Option<String>, Failure> {
 
 /// The names of all domains, if libvirt tells them.
 pub(super) fn names() -> Vec<String> {
-    let said = virsh("list", &["--all", "--name"]).ok().and_then(Result::ok).unwrap_or_default();
+    let said =
+        virsh("list", &["--all", "--name"], Stdio::null()).ok().and_then(Result::ok).unwrap_or_default();
     said.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
@@ -76,7 +78,7 @@ impl Virsh {
     }
 
     fn ask(&self, command: &str, words: &[&str]) -> Result<Result<String, String>, Failure> {
-        virsh(command, &[&[self.domain.as_str()], words].concat())
+        virsh(command, &[&[self.domain.as_str()], words].concat(), Stdio::null())
     }
 
     /// The text of the domain as it runs.
@@ -140,7 +142,8 @@ impl Virsh {
         }
     }
 
-    /// Begins a backup job, with a checkpoint if there is one.
+    /// Begins a backup job, with a checkpoint if there is one. `held` stays open until that has been carried out or refused, also where this process
+    /// is killed.
     ///
     /// # Errors
     /// An inner `Err` is why libvirt refuses it.
@@ -148,13 +151,15 @@ impl Virsh {
         &self,
         backup: &str,
         checkpoint: Option<&str>,
+        held: File,
     ) -> Result<Result<String, String>, Failure> {
         let files = [Some(backup), checkpoint].into_iter().flatten().map(file);
         let files = files.collect::<io::Result<Vec<_>>>();
         let files =
             files.map_err(|error| Failure::failed(format!("cannot write a file for virsh: {error}")))?;
         let paths: Vec<_> = files.iter().map(|file| file.path().to_string_lossy()).collect();
-        self.ask("backup-begin", &paths.iter().map(|path| &**path).collect::<Vec<_>>())
+        let words = [&self.domain[..]].into_iter().chain(paths.iter().map(|path| &**path));
+        virsh("backup-begin", &words.collect::<Vec<_>>(), held.into())
     }
 
     /// Asks for the end of the domain's job, which comes a little later.
@@ -204,9 +209,9 @@ static PATIENCE: OnceLock<Duration> = OnceLock::new();
 static HANGS: AtomicBool = AtomicBool::new(false);
 
 /// Runs a command; an inner `Err` is what it says if it fails.
-fn virsh(command: &str, words: &[&str]) -> Result<Result<String, String>, Failure> {
+fn virsh(command: &str, words: &[&str], stdin: Stdio) -> Result<Result<String, String>, Failure> {
     let mut virsh = Command::new("virsh");
-    virsh.arg("-q").arg(command).args(words).env("LC_ALL", "C").stdin(Stdio::null());
+    virsh.arg("-q").arg(command).args(words).env("LC_ALL", "C").stdin(stdin);
     let patience = *PATIENCE.get().unwrap_or(&ANSWERS_WITHIN);
     let limit = match command {
         _ if HANGS.load(Relaxed) => patience / HURRY,
