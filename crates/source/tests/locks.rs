@@ -89,7 +89,7 @@ fn what_was_written_is_in_each_estimate_while_epochs_end() {
     let (written, ended) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            for block in 1..=1000 {
+            for block in 1..=300 {
                 source.disk().write_at(block * 4096, &[2; 512]).unwrap();
                 written.store(block, SeqCst);
                 source.checkpoint(false).unwrap();
