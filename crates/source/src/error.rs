@@ -81,6 +81,11 @@ pub enum SourceError {
     /// The server of a source gave an error, or went away.
     #[error("{0}")]
     Server(String),
+    /// The server of a source does not answer what it answers at once.
+    #[error(
+        "the server of the source has not answered for 10 seconds, so it hangs, or was stopped: look at its process, or end it and start it again"
+    )]
+    Hangs,
     /// The server of a source stopped.
     #[error("the server of {} went away: start it again with \"dsync serve\"", .0.display())]
     Away(PathBuf),

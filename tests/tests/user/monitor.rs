@@ -1028,3 +1028,21 @@ fn a_server_that_ends_while_it_is_asked_is_not_a_problem() {
         ends.join().expect("a server that ended");
     }
 }
+
+/// A server that hangs is a problem of its source, and holds no monitor up.
+#[test]
+fn a_server_that_hangs_is_a_problem() {
+    let mut scene = Scene::synced("a monitor while a server hangs", MIB);
+    let server = scene.server.as_mut().expect("a server").process().pid();
+    let signal = |signal| rustix::process::kill_process(server, signal).expect("the server");
+    signal(rustix::process::Signal::STOP);
+    let forms = [&["status", "--check"][..], &["status", "--prometheus"], &["status"]];
+    let asked = forms.map(|form| scene.site.dsync(form).start());
+    for run in asked {
+        let told = run.output(Duration::from_secs(25));
+        assert_eq!(told.status.code(), Some(1), "{told}");
+        assert!(format!("{told}").contains("has not answered for 10 seconds"), "{told}");
+    }
+    signal(rustix::process::Signal::CONT);
+    assert_eq!(problems(&scene.site, &[]), none());
+}

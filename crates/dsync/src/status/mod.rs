@@ -275,6 +275,9 @@ impl SourceStatus {
                     return Ok((status, before.1));
                 }
                 Ok(_) => {}
+                Err(error) if matches!(error.downcast_ref(), Some(source::SourceError::Hangs)) => {
+                    return Err(error);
+                }
                 // The server that was asked may have ended, or a file have been replaced that was looked at.
                 Err(_) => std::thread::sleep(PAUSE),
             }

@@ -565,12 +565,17 @@ pub(crate) fn status(source: &Source) -> Result<(ServerStatus, u64), SourceError
     Ok((status, recorded))
 }
 
+/// How long a server may take for what it answers at once.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+
 /// The error of a server that does not answer.
 fn gone(error: io::Error) -> SourceError {
     match rustix::io::Errno::from_io_error(&error) {
         Some(rustix::io::Errno::MFILE) => SourceError::Server(format!(
             "too many open files to receive a snapshot from the server ({error}): raise the limit (\"ulimit -n\")"
         )),
+        // Only where there is a time limit.
+        Some(rustix::io::Errno::AGAIN) => SourceError::Hangs,
         _ => SourceError::Server(format!("the server of the source ended ({error}): run again")),
     }
 }
@@ -635,6 +640,14 @@ impl ControlClient {
         self.hear()
     }
 
+    /// Asks what a server answers at once, whatever else it does. One that has not answered in time hangs, and its connection is of no more use.
+    fn look(&self, ask: &Request) -> Result<Received<Response>, SourceError> {
+        self.socket.set_read_timeout(Some(ANSWERS_WITHIN)).map_err(gone)?;
+        let answer = self.ask(ask)?;
+        self.socket.set_read_timeout(None).map_err(gone)?;
+        Ok(answer)
+    }
+
     /// The next answer.
     fn hear(&self) -> Result<Received<Response>, SourceError> {
         match receive(&self.socket).map_err(gone)? {
@@ -682,7 +695,7 @@ impl ControlClient {
 
     /// Adds what was written since the last checkpoint to `into`.
     pub(crate) fn dirty(&self, into: &Bitmap) -> Result<(), SourceError> {
-        let (_, blob, _) = self.ask(&Request::Dirty)?;
+        let (_, blob, _) = self.look(&Request::Dirty)?;
         into.decode_into(&blob).or_else(|_| Self::confused())
     }
 
@@ -761,7 +774,7 @@ impl ControlClient {
     /// The tracker's status, for one who has read this history. Of an epoch that is just being recorded the history may be the first to
     /// know: what was lost before it is said there.
     pub fn status(&self, history: &History) -> Result<ServerStatus, SourceError> {
-        match self.ask(&Request::Status)?.0 {
+        match self.look(&Request::Status)?.0 {
             Response::Status { mut status, recorded } => {
                 status.lost.take_if(|_| history.last().is_some_and(|last| last.number > recorded));
                 Ok(status)

@@ -86,7 +86,7 @@ fn check_owner(place: &Path) -> Result<(), TrackError> {
 /// `Unable` if the machine or the device does not support it, `Refused` if it is tracked already.
 pub fn add(device: &Path, block_size: Option<u32>) -> Result<Box<dyn Tracker>, TrackError> {
     let disk = BlockDevice::at(device)?;
-    match folder(&disk.number).exists() || left_behind(&disk.path)?.is_none() {
+    match folder(&disk.number).exists() || left_behind(&disk.path, &disk.number)?.is_none() {
         true => Ok(Box::new(load::begin(&disk, block_size, BEGAN)?)),
         // A second one beside it would leave that to be found by nobody.
         false => Err(BrokenTracker::of_gone(disk.path, disk.size).error()),
@@ -99,9 +99,9 @@ pub fn remove(device: &Path) -> Result<bool, TrackError> {
         Ok(identity) => (identity.path.clone(), Some(BlockDevice::of(&identity)?.number)),
         Err(_) => (device.to_path_buf(), None),
     };
-    let number = match own.filter(|number| folder(number).exists()) {
-        None => left_behind(&path)?,
-        own => own,
+    let number = match own {
+        Some(own) if folder(&own).exists() => Some(own),
+        own => left_behind(&path, own.as_deref().unwrap_or_default())?,
     };
     let Some(place) = number.map(|number| folder(&number)) else { return Ok(false) };
     let held = load::alone(&place, FlockOperation::LockExclusive);
@@ -118,11 +118,12 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
     if !identity.is_block() {
         return Ok(None);
     }
-    let place = folder(&format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev)));
+    let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
+    let place = folder(&number);
     match place.try_exists() {
         Ok(true) => {}
         // Pins that are not safe are not believed.
-        _ if left_behind(&identity.path).is_ok_and(|number| number.is_some()) => {
+        _ if left_behind(&identity.path, &number).is_ok_and(|number| number.is_some()) => {
             return Ok(Some(Box::new(BrokenTracker::of_gone(identity.path, identity.size))));
         }
         _ => return Ok(None),
@@ -145,9 +146,10 @@ pub(crate) fn list() -> Result<Vec<PathBuf>, TrackError> {
     Ok(pinned()?.into_iter().map(|(_, path)| path).collect())
 }
 
-/// The number of a disk that was tracked under a path, where another disk is by now, or none.
-fn left_behind(path: &Path) -> Result<Option<String>, TrackError> {
-    Ok(pinned()?.into_iter().find(|(_, tracked)| tracked == path).map(|(number, _)| number))
+/// The number of a disk that was tracked under a path, where the disk with the number `own` is by now, or none.
+fn left_behind(path: &Path, own: &str) -> Result<Option<String>, TrackError> {
+    let others = |(number, tracked): &(String, PathBuf)| tracked == path && number != own;
+    Ok(pinned()?.into_iter().find(others).map(|(number, _)| number))
 }
 
 /// Number and path of what is tracked.
