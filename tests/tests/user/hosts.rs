@@ -278,7 +278,7 @@ fn root_is_mirrored(hosts: &mut Hosts, count: u32) {
     let units = "systemctl is-active -q dsync-track@dev-vda && systemctl is-active -q dsync-mirror@root-far";
     near.until(units, SOON);
     // A first copy that is under way is stopped as it is.
-    near.until("dsync status --check --max-age 5m && dsync status | grep 'up to date as of'", SOON);
+    near.until("dsync status --check --max-age 5m && dsync status -v | grep 'up to date as of'", SOON);
     near.ok(&format!("echo {count} >/srv/marker\nsync"));
     // The end of a mirror is a sync that begins after the stop was requested.
     near.ok("systemctl stop dsync-mirror@root-far");
