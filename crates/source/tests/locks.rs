@@ -1,5 +1,6 @@
 //! What is asked while a checkpoint is under way: it is answered, and nothing that was written is missing from the answer.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::channel;
@@ -16,14 +17,35 @@ use uuid::Uuid;
 /// Long enough for any answer, on a busy machine too.
 const LIMIT: Duration = Duration::from_secs(30);
 
+/// A disk of 1 GiB that is served. The server ends before the source's folder goes.
+struct Served {
+    _control: ControlServer,
+    source: Arc<Source>,
+    state: StateDir,
+    image: PathBuf,
+    _temp: tempfile::TempDir,
+}
+
+impl Served {
+    fn new() -> Served {
+        let temp = tempfile::tempdir().unwrap();
+        let image = temp.path().join("vm.raw");
+        std::fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
+        let state = StateDir::find(Some(&temp.path().join("state")));
+        let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
+        let control = ControlServer::start(source.clone()).unwrap();
+        Served { _control: control, source, state, image, _temp: temp }
+    }
+
+    fn attach(&self) -> Handle {
+        Handle::attach(&self.state, &self.image.to_string_lossy(), &SourceOptions::default()).unwrap()
+    }
+}
+
 #[test]
 fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
-    let temp = tempfile::tempdir().unwrap();
-    let image = temp.path().join("vm.raw");
-    std::fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
-    let state = StateDir::find(Some(&temp.path().join("state")));
-    let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
-    let control = ControlServer::start(source.clone()).unwrap();
+    let served = Served::new();
+    let source = &served.source;
     // Nobody looks for the completion: the write stays inside the gate.
     let mut queue = Arc::new(source.disk().clone()).queue(4).unwrap();
     queue.submit(Request {
@@ -73,17 +95,12 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
     assert!(!ending.is_finished(), "the checkpoint did not wait for the write");
     queue.complete(true).unwrap().result.unwrap();
     ending.join().unwrap();
-    drop(control);
 }
 
 #[test]
 fn what_was_written_is_in_each_estimate_while_epochs_end() {
-    let temp = tempfile::tempdir().unwrap();
-    let image = temp.path().join("vm.raw");
-    std::fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
-    let state = StateDir::find(Some(&temp.path().join("state")));
-    let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
-    let control = ControlServer::start(source.clone()).unwrap();
+    let served = Served::new();
+    let source = &served.source;
     source.disk().write_at(0, &[1; 512]).unwrap();
     let at = KnownPosition { epoch: source.checkpoint(false).unwrap().epoch, upto: 1 << 30 };
     let (written, ended) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -97,7 +114,7 @@ fn what_was_written_is_in_each_estimate_while_epochs_end() {
             ended.store(true, SeqCst);
         });
         let looks = || {
-            let handle = Handle::attach(&state, &image.to_string_lossy(), &SourceOptions::default()).unwrap();
+            let handle = served.attach();
             while !ended.load(SeqCst) {
                 let least = written.load(SeqCst);
                 let found = handle.estimate(&[at]).unwrap();
@@ -106,24 +123,19 @@ fn what_was_written_is_in_each_estimate_while_epochs_end() {
         };
         (0..4).for_each(|_| drop(scope.spawn(looks)));
     });
-    drop(control);
 }
 
 /// Of a served group, replicas in several folders may be brought up to date at once.
 #[test]
 fn commits_of_a_group_that_end_at_once_are_all_written_down_and_the_last_cut_stands() {
-    let temp = tempfile::tempdir().unwrap();
-    let image = temp.path().join("vm.raw");
-    std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
-    let state = StateDir::find(Some(&temp.path().join("state")));
-    let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
-    let control = ControlServer::start(source.clone()).unwrap();
+    let served = Served::new();
+    let source = &served.source;
     let epoch = |number| Epoch { number, id: Uuid::new_v4() };
     let last = epoch(1000);
     let known = || SourceMembership::first("db").committed(source.folder()).unwrap();
     std::thread::scope(|scope| {
         let commits = |to: u64| {
-            let handle = Handle::attach(&state, &image.to_string_lossy(), &SourceOptions::default()).unwrap();
+            let handle = served.attach();
             let group = GroupHandle::new("db", vec![handle]).unwrap();
             (1..to).try_for_each(|cut| group.committed(epoch(cut), &[epoch(cut)])).map(|()| group)
         };
@@ -133,5 +145,4 @@ fn commits_of_a_group_that_end_at_once_are_all_written_down_and_the_last_cut_sta
         quick.and(slow.map(drop)).unwrap();
     });
     assert_eq!(known(), Some((last, last)));
-    drop(control);
 }
