@@ -33,6 +33,7 @@ mod nbd_disks;
 mod neighbour;
 mod pacing;
 mod past;
+mod pauses;
 mod postgres;
 mod pull;
 mod qcow2;

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{PoisonError, RwLock, RwLockWriteGuard, TryLockError};
 use std::time::{Duration, Instant};
 
+use rustix::io::retry_on_intr;
 use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
@@ -89,7 +90,9 @@ fn unix(path: &Path) -> io::Result<UnixStream> {
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     // A server that accepts nobody while its queue is full would let a connect wait for ever.
     set_socket_timeout(&fd, Timeout::Send, Some(HANDSHAKE))?;
-    connect(&fd, &SocketAddrUnix::new(path)?)?;
+    let address = SocketAddrUnix::new(path)?;
+    // A call with a time limit is interrupted where a process, or its machine, was stopped for a while.
+    retry_on_intr(|| connect(&fd, &address))?;
     Ok(fd.into())
 }
 

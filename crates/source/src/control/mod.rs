@@ -20,9 +20,10 @@ use delta::Epoch;
 use device::Reserve;
 use extents::Bitmap;
 use lineage::Point;
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 use serde::{Deserialize, Serialize};
 use trackers::{CowFiles, CowStore, Follower};
@@ -167,8 +168,8 @@ fn send(
         if sent == 0 && !fds.is_empty() {
             control.push(SendAncillaryMessage::ScmRights(fds));
         }
-        sent +=
-            rustix::net::sendmsg(socket, &[IoSlice::new(&bytes[sent..])], &mut control, SendFlags::NOSIGNAL)?;
+        let part = [IoSlice::new(&bytes[sent..])];
+        sent += retry_on_intr(|| sendmsg(socket, &part, &mut control, SendFlags::NOSIGNAL))?;
     }
     Ok(())
 }
@@ -185,7 +186,7 @@ fn receive<T: for<'a> Deserialize<'a>>(socket: &UnixStream) -> io::Result<Option
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut into = [IoSliceMut::new(&mut head[have..])];
-        let got = rustix::net::recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        let got = retry_on_intr(|| recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC))?;
         // Descriptors that this process has no room for are dropped without an error.
         if got.flags.contains(ReturnFlags::CTRUNC) {
             return Err(rustix::io::Errno::MFILE.into());
@@ -790,7 +791,7 @@ impl ControlClient {
             use rustix::event::{PollFd, PollFlags, Timespec, poll};
             let mut fds = [PollFd::new(&*socket, PollFlags::RDHUP)];
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            poll(&mut fds, Some(&now))?;
+            retry_on_intr(|| poll(&mut fds, Some(&now)))?;
             if fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR) {
                 return Err(io::Error::other(
                     "the server of the source stopped, and its snapshot is gone: run again",
