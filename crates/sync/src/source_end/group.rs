@@ -7,7 +7,6 @@
 //! Everything that refuses a member is asked before the cut. What a source may forget of its history is recorded after the commit.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use delta::{Epoch, Method};
@@ -19,17 +18,17 @@ use crate::conflict::{Conflict, ways_of_group, with_ends};
 use crate::cut_hook::around;
 use crate::error::SyncError;
 use crate::options::SyncOptions;
-use crate::plan::facts::{acknowledge, bookmark, facts, moment, note_older};
-use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
+use crate::plan::Choice;
 use crate::report::{Progress, RunningTotals, Summary};
 use crate::source_end::account::Account;
 use crate::source_end::live::Approach;
+use crate::source_end::member::{self, PlannedMember, at_view, pick};
 use crate::source_end::push::{bring, estimate};
 use crate::transfer::pack::reading;
-use crate::transfer::{PreparedSync, Transfer, heard};
+use crate::transfer::{Transfer, heard};
 use crate::wire::messages::{
     COMMIT_GROUP, CommitReply, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, StatusReply, expect, nonsense,
-    part, text,
+    part,
 };
 
 /// What a sync of a group did, besides the summaries of its members.
@@ -99,16 +98,6 @@ pub(crate) struct GroupSession<'a> {
     paths: Vec<PathBuf>,
     /// The replicas' statuses for the round that comes next; empty if they have not been heard yet.
     statuses: Vec<StatusReply>,
-}
-
-/// A member, with what is to be sent to its replica.
-struct Planned<'a> {
-    handle: &'a Handle,
-    transfer: Transfer<'a>,
-    view: Arc<View>,
-    plan: SyncPlan,
-    status: StatusReply,
-    summary: Summary,
 }
 
 impl<'a> GroupSession<'a> {
@@ -210,9 +199,8 @@ impl<'a> GroupSession<'a> {
             let handle = member.handle;
             self.prepare(member).map_err(|error| of_member(handle, error))?;
         }
-        self.commit(cut, &mut members)?;
+        let mut summaries = self.commit(cut, members)?;
         (done.epoch, done.epoch_id) = (Some(cut.number), Some(cut.id));
-        let mut summaries: Vec<Summary> = members.into_iter().map(|member| member.summary).collect();
         // What was taken over or created is a replica like any other now.
         for options in [&mut self.options, &mut self.alone] {
             (options.adopt, options.create) = (false, false);
@@ -271,18 +259,13 @@ impl<'a> GroupSession<'a> {
     fn choose_all(&self) -> Result<Vec<Choice>, SyncError> {
         let mut choices = Vec::new();
         for (handle, status, name) in self.each() {
-            let (about, size) = (handle.about(), handle.reader()?.len());
-            let known = facts(handle, status, name, &self.options)?;
-            note_older(handle, known.branch, status, &self.options);
-            choices.push(choose(&known, status, &self.options)?);
-            if self.options.adopt {
-                refuse_larger((&about.path, about.uuid, size), status, &self.options)?;
-            }
+            choices.push(pick(handle, status, name, &self.options)?);
+            let size = handle.reader()?.len();
             if let Some(capacity) = status.replica.capacity.filter(|capacity| *capacity < size) {
                 return Err(SyncError::Refused(format!(
                     "{name} has {}, and its source {} has {}: give a device at least that large",
                     device::exact_size(capacity),
-                    about.path.display(),
+                    handle.about().path.display(),
                     device::exact_size(size)
                 )));
             }
@@ -302,8 +285,7 @@ impl<'a> GroupSession<'a> {
     fn estimate_all(&self, choices: Vec<Choice>) -> Result<Vec<Summary>, SyncError> {
         let mut summaries = Vec::new();
         for ((handle, status, name), choice) in self.each().zip(choices) {
-            let mut summary = Summary::new(handle.about(), name, true);
-            summary.recovered.clone_from(&status.replica.recovered);
+            let mut summary = member::summary(handle, status, name, true);
             estimate(handle, choice, status, &self.options, &mut summary)?;
             summaries.push(summary);
         }
@@ -345,13 +327,11 @@ impl<'a> GroupSession<'a> {
     }
 
     /// Makes passes over all disks until the rest can be read in a moment, and cuts them.
-    fn cut_live(&self, choices: Vec<Choice>) -> Result<(Epoch, Vec<Planned<'_>>), SyncError> {
+    fn cut_live(&self, choices: Vec<Choice>) -> Result<(Epoch, Vec<PlannedMember<'_>>), SyncError> {
         let traffic = self.sender.traffic();
         let mut members = Vec::new();
         for (at, ((handle, status, name), choice)) in self.each().zip(choices).enumerate() {
-            let mut summary = Summary::new(handle.about(), name, false);
-            summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
-            summary.recovered.clone_from(&status.replica.recovered);
+            let summary = member::summary(handle, status, name, false);
             members.push((handle, self.transfer(at, true), summary, Approach::new(status.clone(), choice)));
         }
         let mut lacking = Vec::new();
@@ -371,40 +351,27 @@ impl<'a> GroupSession<'a> {
         let limits = &self.options.live.cut;
         let (cut, cuts) = around(&self.options.hook, || Ok(self.group.cut_live(&lacking, limits)?))?;
         let mut planned = Vec::new();
-        for ((handle, transfer, mut summary, approach), cut) in members.into_iter().zip(&cuts) {
-            let PreparedSync { view, plan, status, first, freeze_ms } =
-                approach.arrive(handle, cut, &self.options)?;
-            summary.freeze_ms = freeze_ms;
-            summary.disk_size = plan.header.size_after;
-            summary.bytes_cut = cut_off(&status, summary.disk_size);
-            (summary.method, summary.trust) = first.unwrap_or((plan.header.method, plan.trust.clone()));
-            planned.push(Planned { handle, transfer, view, plan, status, summary });
+        for ((handle, transfer, summary, approach), cut) in members.into_iter().zip(&cuts) {
+            let prepared = approach.arrive(handle, cut, &self.options)?;
+            planned.push(PlannedMember::new(handle, transfer, prepared, summary));
         }
         Ok((cut, planned))
     }
 
-    fn plan_all(&self, choices: Vec<Choice>, views: Vec<View>) -> Result<Vec<Planned<'_>>, SyncError> {
+    fn plan_all(&self, choices: Vec<Choice>, views: Vec<View>) -> Result<Vec<PlannedMember<'_>>, SyncError> {
         let mut members = Vec::new();
         for (at, (((handle, status, name), choice), view)) in self.each().zip(choices).zip(views).enumerate()
         {
-            let view = Arc::new(view);
-            let moment = moment(handle, &view, &choice, status, &self.options)?;
-            let plan = choice.at(moment, status, &self.options)?;
-            let mut summary = Summary::new(handle.about(), name, false);
-            summary.resumed = status.replica.resumes.is_some();
-            summary.recovered.clone_from(&status.replica.recovered);
-            summary.disk_size = plan.header.size_after;
-            summary.bytes_cut = cut_off(status, summary.disk_size);
-            (summary.method, summary.trust) = (plan.header.method, plan.trust.clone());
-            let transfer = self.transfer(at, true);
-            members.push(Planned { handle, transfer, view, plan, status: status.clone(), summary });
+            let prepared = at_view(handle, view, choice, status.clone(), &self.options)?;
+            let summary = member::summary(handle, status, name, false);
+            members.push(PlannedMember::new(handle, self.transfer(at, true), prepared, summary));
         }
         Ok(members)
     }
 
     /// Sends a member's delta, unless it is where it should be.
-    fn prepare(&self, member: &mut Planned<'_>) -> Result<(), SyncError> {
-        if member.plan.is_done(&member.status) {
+    fn prepare(&self, member: &mut PlannedMember<'_>) -> Result<(), SyncError> {
+        if member.is_done() {
             return Ok(());
         }
         let began = Instant::now();
@@ -413,20 +380,17 @@ impl<'a> GroupSession<'a> {
         let before = (traffic.sent(), traffic.received());
         transfer.prepare(&member.view, &member.plan)?;
         let summary = &mut member.summary;
-        summary.count(&transfer.totals);
         summary.bytes_sent += traffic.sent() - before.0;
         summary.bytes_received += traffic.received() - before.1;
-        summary.view_bytes = member.view.kept_bytes();
-        summary.reads_waited = member.view.waits();
         summary.seconds = began.elapsed().as_secs_f64();
         Ok(())
     }
 
     /// Commits what all members have prepared, and records that at the sources.
-    fn commit(&self, cut: Epoch, members: &mut [Planned<'_>]) -> Result<(), SyncError> {
+    fn commit(&self, cut: Epoch, members: Vec<PlannedMember<'_>>) -> Result<Vec<Summary>, SyncError> {
         // A delta was exact when it was sent. What another program has written to a source at rest since may be in the delta of
         // another member that was read later.
-        for member in members.iter() {
+        for member in &members {
             member.view.verify().map_err(reading).map_err(|error| of_member(member.handle, error))?;
         }
         self.sender.send_json(COMMIT_GROUP, &cut)?;
@@ -437,24 +401,7 @@ impl<'a> GroupSession<'a> {
         }
         let epochs: Vec<Epoch> = members.iter().map(|member| member.view.epoch()).collect();
         self.group.committed(cut, &epochs)?;
-        for ((member, committed), epoch) in members.iter_mut().zip(committed).zip(epochs) {
-            if committed.as_ref().is_some_and(|committed| committed.epoch != epoch) {
-                return Err(nonsense("an epoch that was not sent"));
-            }
-            let name = bookmark(&member.summary.destination, &member.status, &self.options.way);
-            let state = match &committed {
-                Some(_) => member.plan.header.stream,
-                None => member.status.replica.nonce,
-            };
-            let renamed = acknowledge(member.handle, &name, &member.status, epoch, (state, 0))?;
-            member.summary.epoch = Some(epoch.number);
-            if let Some(committed) = committed {
-                member.summary.bytes_written = committed.bytes_written;
-                member.summary.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
-            }
-            member.summary.warnings.extend(renamed);
-        }
-        Ok(())
+        members.into_iter().zip(committed).map(|(member, committed)| member.settle(committed)).collect()
     }
 }
 

@@ -4,5 +4,6 @@ pub(crate) mod account;
 pub(crate) mod apart;
 pub(crate) mod group;
 pub(crate) mod live;
+pub(crate) mod member;
 pub(crate) mod push;
 pub(crate) mod verify;

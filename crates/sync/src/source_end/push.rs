@@ -1,24 +1,23 @@
 //! The source's end of a sync: plan, transfer, report.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Instant;
 
-use delta::Method;
 use link::{Link, Receiver, Sender};
 use source::Handle;
 
 use crate::cut_hook::around;
 use crate::error::SyncError;
 use crate::options::{GiveUp, SyncOptions};
-use crate::plan::facts::{acknowledge, bookmark, facts, moment, note_older, present};
-use crate::plan::{Choice, choose, cut_off, refuse_larger};
+use crate::plan::facts::present;
+use crate::plan::{Choice, cut_off};
 use crate::report::{Progress, RunningTotals, Summary};
 use crate::source_end::account::Account;
 use crate::source_end::apart::{Consented, consent};
 use crate::source_end::live::catch_up;
-use crate::transfer::{DeltaAnswer, PreparedSync, Transfer, heard};
-use crate::wire::messages::{Open, StatusReply, open, part, text};
+use crate::source_end::member::{self, PlannedMember, at_view, pick};
+use crate::transfer::{DeltaAnswer, Transfer, heard};
+use crate::wire::messages::{Open, StatusReply, open, part};
 
 /// Brings the replica at the other end of `link` up to date. `name` is how the user named the destination.
 pub fn push(
@@ -81,67 +80,33 @@ pub(crate) fn bring(
     if let Some(how) = &options.give_up {
         return consented(handle, transfer, status, how, begun);
     }
-    let mut summary = Summary::new(handle.about(), name, options.dry_run);
-    summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
-    summary.recovered.clone_from(&status.replica.recovered);
-    let known = facts(handle, &status, name, options)?;
-    note_older(handle, known.branch, &status, options);
-    let choice = choose(&known, &status, options)?;
-    if options.adopt {
-        let about = handle.about();
-        refuse_larger((&about.path, about.uuid, handle.reader()?.len()), &status, options)?;
-    }
+    let mut summary = member::summary(handle, &status, name, options.dry_run);
+    let choice = pick(handle, &status, name, options)?;
     if options.dry_run {
         estimate(handle, choice, &status, options, &mut summary)?;
         return Ok(summary);
     }
     transfer.refuse_unlike(handle, &choice, &status)?;
     begun();
-    let is_first = status.replica.epoch.is_none();
-    let bookmark = bookmark(name, &status, &options.way);
     let prepared = match handle.live() {
-        None => at_view(handle, choice, status, options)?,
+        None => {
+            let view = around(&options.hook, || Ok(handle.view(options.at_view)?))?;
+            at_view(handle, view, choice, status, options)?
+        }
         Some(live) => heard(transfer.receiver, catch_up(handle, live, &transfer, status, choice))?,
     };
-    let PreparedSync { view, plan, status, first, freeze_ms } = prepared;
-    summary.freeze_ms = freeze_ms;
-    summary.disk_size = plan.header.size_after;
-    summary.bytes_cut = cut_off(&status, summary.disk_size);
-    (summary.method, summary.trust) = first.unwrap_or((plan.header.method, plan.trust.clone()));
-    // The rest of a first copy is found by what the source was at its beginning, and is a first copy all the same.
-    if is_first && summary.method == Method::Tracked {
-        (summary.method, summary.trust) = (Method::Copy, "seeded".into());
+    let planned = PlannedMember::new(handle, transfer, prepared, summary);
+    if planned.is_done() {
+        return planned.settle(None);
     }
-    if plan.header.fuzzy {
-        summary.trust.push_str(", without a cut: the disk was written to during the last pass");
-    }
-    if plan.is_done(&status) {
-        let state = (status.replica.nonce, 0);
-        summary.warnings.extend(acknowledge(handle, &bookmark, &status, view.epoch(), state)?);
-        summary.epoch = Some(view.epoch().number);
-        return Ok(summary);
-    }
-    let committed = match transfer.commit(&view, &plan)? {
-        DeltaAnswer::Committed(committed) => committed,
-        // From another view: this one has let go of what was sent.
+    match planned.transfer.commit(&planned.view, &planned.plan)? {
+        DeltaAnswer::Committed(committed) => planned.settle(Some(committed)),
         DeltaAnswer::Counted(status) => {
-            drop(view);
-            return bring(handle, Transfer { resends: false, ..transfer }, *status, (|| ()) as fn());
+            // From another view: this one lets go of what was sent.
+            let PlannedMember { transfer, .. } = planned;
+            bring(handle, Transfer { resends: false, ..transfer }, *status, (|| ()) as fn())
         }
-    };
-    summary.count(&transfer.totals);
-    let state = (plan.header.stream, summary.unreadable.bytes);
-    let renamed = acknowledge(handle, &bookmark, &status, committed.epoch, state)?;
-    summary.epoch = Some(committed.epoch.number);
-    if let Some(changed) = plan.changed.filter(|(blocks, ..)| *blocks < summary.blocks_changed) {
-        (summary.blocks_changed, summary.extents, summary.bytes_changed) = changed;
     }
-    summary.digests = committed.digests.as_deref().map(text);
-    summary.warnings = committed.warnings.iter().map(|warning| text(warning)).chain(renamed).collect();
-    summary.bytes_written = committed.bytes_written;
-    summary.view_bytes = view.kept_bytes();
-    summary.reads_waited = handle.waits();
-    Ok(summary)
 }
 
 /// Brings the replica up to date, with consent to give up what only the destination has.
@@ -157,19 +122,6 @@ fn consented(
     summary.warnings.extend(said);
     summary.given_up = given_up;
     Ok(summary)
-}
-
-/// The plan for a view that is taken now.
-fn at_view(
-    handle: &Handle,
-    choice: Choice,
-    status: StatusReply,
-    options: &SyncOptions,
-) -> Result<PreparedSync, SyncError> {
-    let view = Arc::new(around(&options.hook, || Ok(handle.view(options.at_view)?))?);
-    let moment = moment(handle, &view, &choice, &status, options)?;
-    let plan = choice.at(moment, &status, options)?;
-    Ok(PreparedSync { view, plan, status, first: None, freeze_ms: None })
 }
 
 /// What a sync would move, without taking a checkpoint.
