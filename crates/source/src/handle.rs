@@ -414,12 +414,13 @@ impl Handle {
 
     /// Checks that what a replica with these positions lacks is known, as far as possible before a checkpoint.
     pub fn reaches(&self, positions: &[KnownPosition]) -> Result<(), SourceError> {
-        self.history()?.reaches(positions)?;
-        match self.lost()? {
-            Some(why) => {
+        let now = self.lost()?;
+        match (self.history()?.reaches(positions), now) {
+            // Another content is one for every replica, whatever else is not known for some.
+            (Ok(()), Some(why)) | (Err(SourceError::Lost { .. }), Some(why @ Gap::OtherContent(_))) => {
                 Err(SourceError::Lost { since: positions.last().map_or(0, |p| p.epoch.number), why })
             }
-            None => Ok(()),
+            (known, _) => known,
         }
     }
 

@@ -456,15 +456,18 @@ impl Source {
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         let missing = Self::missing(folder, stamp.as_ref(), last.map_or(0, |last| last.number))?;
         let lost = moments::elsewhere(folder, last)?.or(missing.map(Gap::from));
-        let verdict = match (lost, stamp) {
+        let boot = backing.boot();
+        let verdict = match (lost, &stamp) {
             (Some(why), _) => StampVerdict::Lost(why),
             (None, None) => StampVerdict::New,
-            (None, Some(stamp)) => match stamp.verdict(identity, &backing.boot(), last_write, trust_device) {
-                StampVerdict::Lost(why) => {
-                    StampVerdict::Lost(stamp.other(identity, &backing.boot(), served.last()).unwrap_or(why))
-                }
-                verdict => verdict,
-            },
+            (None, Some(stamp)) => stamp.verdict(identity, &boot, last_write, trust_device),
+        };
+        // Which content it is, is another question than what is known of its changes.
+        let verdict = match (verdict, stamp) {
+            (StampVerdict::Lost(why), Some(stamp)) if backing.elsewhere().is_none() => {
+                StampVerdict::Lost(stamp.other(identity, &boot, served.last()).unwrap_or(why))
+            }
+            (verdict, _) => verdict,
         };
         Ok((verdict, was, served.foreign()))
     }

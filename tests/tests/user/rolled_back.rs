@@ -311,6 +311,36 @@ fn a_backup_in_the_place_of_a_disk_in_use_does_not_take_its_replica_back() {
     }
 }
 
+/// That a backup is in the place of a disk is said of every replica, and whatever else is not known of what was written.
+#[test]
+fn a_backup_is_noticed_whatever_was_lost_before_it() {
+    let mut random = Random::new("a backup after a gap");
+    for ended in [false, true] {
+        let (a, b, c) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
+        let backup = a.site.path("backup.raw");
+        Run::new("cp").arg("-a").args([&a.disk, &backup]).ok();
+        Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+        a.write([700], &mut random);
+        a.sync(&b, &[]).ok();
+        a.sync(&c, &[]).ok();
+        // Written to by another program, which the next opening notes; a sync ends the epoch that lacks it.
+        image::scribble(&a.disk, MIB, BLOCK, &mut random);
+        a.sync(&b, if ended { &[] } else { &["-n"] }).ok();
+        let has = [&b, &c].map(|host| image::fingerprint(&host.disk).0);
+        Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
+        for host in [&c, &b, &c] {
+            a.sync(host, &[]).code(4).says(&["may be the newest copy", "days before what was recorded"]);
+            a.towards(host, &["verify", "--repair"]).code(4).says(&["may be the newest copy"]);
+        }
+        assert_eq!(has, [&b, &c].map(|host| image::fingerprint(&host.disk).0));
+        // Who says that it is the source says so of each replica.
+        a.sync(&b, &["--accept-source"]).ok();
+        a.sync(&c, &[]).code(4).says(&["may be the newest copy"]);
+        a.sync(&c, &["--accept-source"]).ok();
+        image::assert_equal(&a.disk, &c.disk);
+    }
+}
+
 /// What is only ever compared may be replaced by what is older, as a dump is; and a copy that has its times goes on as the disk that it is of.
 #[test]
 fn a_dump_and_a_disk_that_was_moved_are_compared() {

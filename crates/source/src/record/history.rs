@@ -444,7 +444,10 @@ impl History {
     pub fn reaches(&self, positions: &[KnownPosition]) -> Result<(), SourceError> {
         for position in positions {
             let at = self.locate(&position.epoch)?;
-            if let Some(why) = self.entries[at..].iter().find_map(|e| e.head.lost.clone()) {
+            let gaps = || self.entries[at..].iter().filter_map(|e| e.head.lost.as_ref());
+            // That it is another content is asked about first.
+            let other = gaps().find(|gap| matches!(gap, Gap::OtherContent(_)));
+            if let Some(why) = other.or(gaps().next()).cloned() {
                 return Err(SourceError::Lost { since: position.epoch.number, why });
             }
         }
