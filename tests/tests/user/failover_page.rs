@@ -29,6 +29,7 @@ cd $PLACE
 if [ ! -e log ]; then
     : >log
     for i in 1 2 3 4 5 6 7 8; do seq $i 9000 >document$i; done
+    sync document* .
 fi
 n=$(wc -l <log)
 seq -f 'record %.0f' $n | cmp - log
