@@ -7,7 +7,7 @@ use dsync_tests::image::BLOCK;
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::nbd::Client;
 use dsync_tests::records::{self, Records};
-use dsync_tests::{Background, Random, Run, Scene, Server, need, need_root, skipped};
+use dsync_tests::{Background, Random, Run, Scene, Server, need, need_root, skipped, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -44,8 +44,12 @@ fn read(client: &mut Client, random: &mut Random) -> Vec<u8> {
 }
 
 fn mirror(scene: &Scene, options: &[&str]) -> Background {
+    mirror_in_epochs(scene, "400ms", options)
+}
+
+fn mirror_in_epochs(scene: &Scene, of: &str, options: &[&str]) -> Background {
     let run = scene.site.dsync(["mirror", "--json"]).arg(&scene.image).arg(&scene.replica);
-    let mut running = run.args(["--epoch", "400ms"]).args(options).start();
+    let mut running = run.args(["--epoch", of]).args(options).start();
     running.wait_to_say(MIRRORING);
     running
 }
@@ -464,4 +468,31 @@ fn a_sync_without_room_costs_no_rehearsal() {
     scene.sync(&[]).code(1).says(&["no space left", "the replica is unchanged"]);
     assert!(client.read(2 * MIB, MIB as u32).expect("what was written") == written);
     assert!(client.read(0, MIB as u32).expect("what was there") == before[..MIB as usize]);
+}
+
+/// An epoch is shown as it was, also while a mirror is ahead of it and has not ended the next one.
+#[test]
+fn an_epoch_that_a_mirror_has_left_is_shown_as_it_was() {
+    let mut scene = Scene::synced("a moment beneath a mirror", 8 * MIB);
+    scene.change(10);
+    scene.sync(&["--keep", "24h"]).ok();
+    scene.change(10);
+    let epoch = scene.sync(&[]).ok().summary()["epoch"].clone();
+    let then = std::fs::read(&scene.image).expect("an image");
+    let mirror = mirror_in_epochs(&scene, "1h", &[]);
+    for _ in 0..3 {
+        scene.change(10);
+        let now = std::fs::read(&scene.image).expect("an image");
+        until("the batch is there", || std::fs::read(&scene.replica).is_ok_and(|there| there == now));
+        let listed = scene.site.dsync(["rewind", "--json"]).arg(&scene.replica).ok().summary();
+        let id = &listed["moments"][0]["epoch"];
+        assert_eq!(id["number"], epoch, "{listed}");
+        for moment in [&epoch.to_string(), id["id"].as_str().expect("an id"), "now"] {
+            let server = rehearse(&scene, moment, &[]);
+            let bytes = read(&mut server.client(&export(&scene)), &mut scene.random.clone());
+            assert!(bytes == if moment == "now" { now.clone() } else { then.clone() }, "{moment}");
+            server.stop();
+        }
+    }
+    stop(mirror);
 }

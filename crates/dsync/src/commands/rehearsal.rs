@@ -51,7 +51,11 @@ pub(crate) fn open_group(
     let (dir, name) = replica::find_group(dir)?;
     let moment = match moment {
         NOW => None,
-        other => choose_common(&replica::group_history(&dir, &name, &options)?, other)?,
+        // Also of the present moment: another may be committed meanwhile.
+        other => {
+            let history = replica::group_history(&dir, &name, &options)?;
+            Some(choose_common(&history, other)?.unwrap_or(history.present))
+        }
     };
     let wanted = WantedGroup { dir: &dir, name: &name, moment: moment.as_ref(), only: None };
     rehearsed(wanted, args, &options)
@@ -125,8 +129,10 @@ impl Rehearsal {
         let view = (|| {
             let to = match moment {
                 NOW => None,
+                // Also of the present state: another may be committed meanwhile.
                 moment => {
-                    choose(&path, &replica::history(&path, &options)?, moment)?.map(|moment| moment.state)
+                    let history = replica::history_at_work(&path, &options)?;
+                    Some(choose(&path, &history, moment)?.map_or(history.state, |moment| moment.state))
                 }
             };
             Ok(MomentView::open(&path, &options, to)?)

@@ -211,7 +211,10 @@ impl MomentView {
     fn go_back(mut self, dir: &Dir, to: Uuid) -> Result<Attempt> {
         let past = Past::load(dir, self.shown.state).map_err(io_error("look into", dir.path()))?;
         let undos = past.path(to);
-        let Some(last) = undos.last() else { return Ok(Attempt::NoSuchMoment) };
+        // A log has each block as it was when the log began: the states within are not whole.
+        let Some(last) = undos.last().filter(|undo| undo.start == 0) else {
+            return Ok(Attempt::NoSuchMoment);
+        };
         let mut index = UndoIndex::default();
         for undo in &undos {
             let file = match dir.open(&undo.name, false) {
