@@ -50,7 +50,7 @@ pub fn doubt(place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, Source
 /// True if the source was ever served, or tracked by clones: then its changes are to be recorded, and that they are not is worth a word.
 pub fn was_served(place: &Path) -> bool {
     let stamp = Dir::existing(place).ok().and_then(|folder| ImageStamp::read(&folder).ok().flatten());
-    stamp.is_some_and(|stamp| stamp.served)
+    stamp.is_some_and(|stamp| stamp.is_in_use())
 }
 
 /// What the clone of an image takes that is tracked by clones.

@@ -576,7 +576,8 @@ impl Source {
             written: None,
             marked: None,
             durable: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable),
-            served: !options.read_only || is_cloned || closed.as_ref().is_some_and(|c| c.served),
+            served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
+            cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = match verdict {

@@ -47,8 +47,8 @@ pub fn track_by_clones(
     Ok((epoch, waited))
 }
 
-/// Ends tracking an image by clones, and removes them: it is compared from then on, which monitors do not report. Returns whether there was one; `None` if it
-/// was not tracked so.
+/// Ends tracking an image by clones, and removes them: it is compared from then on, which monitors do not report unless it was served. Returns
+/// whether there was one; `None` if it was not tracked so.
 ///
 /// # Errors
 /// `Busy` while a command holds it; if the state cannot be read or written, or a clone not removed.
@@ -64,7 +64,7 @@ pub fn untrack(state: &StateDir, what: &Path) -> Result<Option<bool>, SourceErro
         return Ok(None);
     }
     if let Some(stamp) = ImageStamp::read(&folder)? {
-        ImageStamp { served: false, ..stamp }.write(&folder)?;
+        ImageStamp { cloned: false, ..stamp }.write(&folder)?;
     }
     Ok(Some(found))
 }

@@ -409,6 +409,31 @@ fn a_backup_in_its_place_is_refused() {
     assert_eq!(scene.clones().len(), 1);
 }
 
+/// What was served is a disk in use, also once it is not tracked by clones any more.
+#[test]
+fn a_backup_of_what_was_tracked_is_refused_if_it_was_served() {
+    for served in [true, false] {
+        let Some(mut scene) = Cloned::new(KINDS[1], 64 * MIB, "a backup of a disk that was served") else {
+            return;
+        };
+        if served {
+            scene.site.serve(&[&scene.image], &["--format", "raw"]).stop();
+        }
+        scene.track("add").ok();
+        scene.sync(&[]).ok();
+        let backup = scene.place.join("backup");
+        Run::new("cp").args(["-p", "--reflink=always"]).arg(&scene.image).arg(&backup).ok();
+        scene.change(7);
+        scene.sync_tracked();
+        scene.track("remove").ok();
+        std::fs::rename(&backup, &scene.image).expect("a rename");
+        match served {
+            true => scene.sync(&[]).code(4).says(&["not what was recorded last"]),
+            false => scene.sync(&[]).ok().says(&[]),
+        };
+    }
+}
+
 /// A command whose calls of this kind take longer, at their entry or their exit; and what is done in that time, once its clone is there.
 fn slowly(scene: &Cloned, args: &[&str], delay: &str, meanwhile: impl FnOnce(&Path)) -> Output {
     let (strace, before) = (dsync_tests::find("strace").expect("strace"), scene.clones());

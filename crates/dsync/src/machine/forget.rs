@@ -147,7 +147,7 @@ fn delete(
     let virsh = Virsh::of(&domain.uuid);
     // What a killed run left.
     if !dry_run && domain.id.is_some() {
-        Job::of((&domain, plain), None, state)?.end()?;
+        Job::of((&domain, plain), None, state)?.end_left()?;
     }
     let (mut left, ours) = (Vec::new(), made.names());
     for checkpoint in virsh.checkpoints()?.into_iter().filter(|checkpoint| ours.contains(&**checkpoint)) {

@@ -5,7 +5,8 @@
 //! ```
 //!
 //! - *The job is ours by its socket*, which is in the folder of this QEMU: one that a killed run left is ended by the next, and that of another
-//!   program is never touched. The lock of the machine keeps two runs apart.
+//!   program is never touched. The lock of the machine keeps two runs apart; those of two state directories may not see each other's, so the
+//!   socket of each run is one of its own, and neither reads the job of the other.
 //! - *A checkpoint is kept as long as a disk counts from it*: one with a bitmap of that disk, whose name is that of the last moment of its source. All others that were made for this
 //!   state directory (`made.rs`) go, after a success as after a failure.
 //! - *A bitmap is believed only of an image that this very QEMU has had open since*: whoever writes to an image while the machine is off, or puts another
@@ -24,6 +25,7 @@ use roxmltree::Document;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use source::{Handle, Recorded, SourceError, StateDir, Still};
+use uuid::Uuid;
 
 use super::Untold;
 use super::domain::Domain;
@@ -36,7 +38,7 @@ const ENDS_WITHIN: Duration = Duration::from_secs(60);
 /// How long a connection to its disks may take to be made, before the job is ended all the same.
 const NEGOTIATED_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// What the names of our checkpoints begin with.
+/// What the names of our checkpoints and sockets begin with.
 const OURS: &str = "dsync-";
 
 /// The run that an interrupt would end.
@@ -121,7 +123,7 @@ impl Job {
         Ok(Job {
             machine: domain.name.clone(),
             virsh: Virsh::of(&domain.uuid),
-            socket: folder.join("dsync.sock"),
+            socket: folder.join(format!("{OURS}{:08x}.sock", Uuid::new_v4().as_fields().0)),
             scratch: scratch.to_string_lossy().into_owned(),
             state: state.clone(),
             plain: plain.to_owned(),
@@ -138,7 +140,7 @@ impl Job {
     /// That.
     pub(super) fn refuse_other(&self) -> Result<bool, Failure> {
         match self.virsh.job()?.map(|job| socket_of(&job)) {
-            Some(socket) if socket.as_deref() != Some(&*self.socket) => {
+            Some(socket) if !socket.as_deref().is_some_and(|socket| self.is_ours(socket)) => {
                 let whose = socket.map_or_else(String::new, |socket| format!(" (at {})", socket.display()));
                 Err(Failure::busy(format!(
                     "another backup job of {} is running{whose}: wait for its end, or end it with \"virsh domjobabort {0}\"",
@@ -157,23 +159,34 @@ impl Job {
         drop(self.hold_begin()?);
         if self.refuse_other()? {
             // Beside it libvirt would wait half a minute before it refuses ours.
-            self.end()?;
+            self.end_left()?;
         }
         let job = Arc::new(self);
         *current() = Some(job.clone());
         Ok(Begun(job))
     }
 
-    /// Ends the job if it is ours, and waits until it has ended.
+    /// True if a job at this socket is ours, of this run or another.
+    fn is_ours(&self, socket: &Path) -> bool {
+        let is_named = socket.file_name().is_some_and(|name| name.to_string_lossy().starts_with(OURS));
+        is_named && socket.parent() == self.socket.parent()
+    }
+
+    /// Ends the job that a killed run left, if there is one, and waits until it has ended.
     ///
     /// # Errors
     /// If it does not end.
-    pub(super) fn end(&self) -> Result<(), Failure> {
+    pub(super) fn end_left(&self) -> Result<(), Failure> {
+        self.end(|socket| self.is_ours(socket))
+    }
+
+    /// Ends a job that is meant, by its socket, and waits until it has ended.
+    fn end(&self, is_meant: impl Fn(&Path) -> bool) -> Result<(), Failure> {
         let began = Instant::now();
         // Until it is gone: its server is stopped some time after that was asked for.
         let _held = nbd::client::hold_connections(NEGOTIATED_WITHIN);
         while let Some(job) = self.virsh.job()? {
-            if socket_of(&job).as_deref() != Some(&*self.socket) {
+            if !socket_of(&job).is_some_and(|socket| is_meant(&socket)) {
                 return Ok(());
             }
             if began.elapsed() > ENDS_WITHIN {
@@ -226,7 +239,7 @@ impl Job {
             };
             // That of a run that was killed, whose request libvirt has carried out only now.
             if self.refuse_other()? {
-                self.end()?;
+                self.end_left()?;
                 continue;
             }
             // It names the disk whose bitmap is gone; where it names none, all are compared.
@@ -293,7 +306,7 @@ impl Job {
 
     /// Ends the job and tidies up. Returns what is left.
     fn finish(&self) -> Result<Vec<String>, Failure> {
-        let ended = self.end();
+        let ended = self.end(|socket| socket == self.socket);
         let left = self.tidy().unwrap_or_else(|why| {
             vec![format!("the checkpoints of {} are not tidied up: {why}", self.machine)]
         });
@@ -317,7 +330,7 @@ impl Begun {
     /// If it does not end.
     pub(super) fn pause(&self) -> Result<(), Failure> {
         let _held = current();
-        self.0.end()
+        self.0.end(|socket| socket == self.0.socket)
     }
 
     /// Where a disk is read.

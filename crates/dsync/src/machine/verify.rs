@@ -122,7 +122,7 @@ impl Verification<'_> {
         }
         if known.is_empty() {
             // What a killed run left is not to wait for a run that is not refused.
-            machine.job()?.end()?;
+            machine.job()?.end_left()?;
             return Err(self.refuse_all());
         }
         let begun = machine.job()?.enter()?;

@@ -19,7 +19,7 @@ use crate::record::state::{SourceMetadata, StateDir};
 pub fn overwritten(state: &StateDir, path: &Path) -> Result<(), SourceError> {
     for (place, about) in stored_at(state, path)? {
         let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
-        if !about.identity.is_block() && !ImageStamp::read(&folder)?.is_some_and(|stamp| stamp.served) {
+        if !about.identity.is_block() && !ImageStamp::read(&folder)?.is_some_and(|stamp| stamp.is_in_use()) {
             continue;
         }
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {

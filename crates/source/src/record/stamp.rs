@@ -72,6 +72,9 @@ pub(crate) struct ImageStamp {
     pub durable: i64,
     /// It was served once: it is a disk in use, and no dump that is made anew now and then.
     pub served: bool,
+    /// The same, as it is tracked by clones.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub cloned: bool,
 }
 
 fn is_unknown(time: &i64) -> bool {
@@ -139,6 +142,11 @@ impl ImageStamp {
         crate::record::json::read_json(folder, NAME)
     }
 
+    /// True for a disk in use, of which no older content is taken without a word.
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.served || self.cloned
+    }
+
     /// Removes the stamp, which is no longer valid.
     pub(crate) fn forget(folder: &dyn Folder) -> Result<(), SourceError> {
         let gone = folder.remove(NAME).and_then(|()| folder.sync());
@@ -171,7 +179,7 @@ impl ImageStamp {
     /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
     /// was written to last through its server, in nanoseconds since 1970. Of a device nothing tells.
     pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64) -> Option<Gap> {
-        if !self.served || now.is_block() {
+        if !self.is_in_use() || now.is_block() {
             return None;
         }
         let then = &self.identity;
@@ -312,6 +320,7 @@ mod tests {
             marked: None,
             durable: 0,
             served: true,
+            cloned: false,
         }
     }
 
