@@ -509,6 +509,49 @@ fn what_was_read_of_a_job_that_has_ended_is_not_committed() {
     one_moment([a, b]);
 }
 
+/// The same, but what comes behind the beginning of a job waits until there is this file.
+const WAITS: &str = r#"#!/bin/sh
+[ "$2" != backup-begin ] || : >"$ONCE.begins"
+[ "$2" != checkpoint-dumpxml ] || [ ! -e "$ONCE.begins" ] || while : >"$ONCE.begun"; [ ! -e "$ONCE" ]; do sleep 0.05; done
+exec /usr/bin/virsh "$@"
+"#;
+
+/// With state directories of their own, neither sees the other's lock.
+#[test]
+fn a_job_that_another_run_has_begun_is_not_read() {
+    let Some(world) = World::new("a VM by its name that two runs sync") else { return };
+    let folder = world.site.path("other");
+    std::fs::create_dir(&folder).expect("a folder");
+    let other = |options: &[&str]| {
+        let run = world.dsync(&["sync", "vm:t1"]).arg(&folder).args(options);
+        run.env("DSYNC_STATE_DIR", folder.join("state")).env("DSYNC_RUN_DIR", folder.join("run"))
+    };
+    world.sync();
+    world.host.writes_on(VM);
+    other(&[]).ok();
+    world.host.writes_on(VM);
+    let (path, go_on) = (world.before_virsh(WAITS), world.site.path("go-on"));
+    let first = world.run(&[]).env("PATH", &path).env("ONCE", &go_on).start();
+    until("the first job has begun", || go_on.with_extension("begun").exists());
+    let counts_from = || {
+        let job = world.host.job(VM)?;
+        job.split_once("incremental=")?.1.split(['\'', '"']).nth(1).map(str::to_owned)
+    };
+    let first_from = counts_from();
+    let second = other(&["--bwlimit", "1M"]).start();
+    until("the second job has begun", || counts_from().is_some_and(|now| Some(now) != first_from));
+    std::fs::write(&go_on, "").expect("a file");
+    let failed = first.output(Duration::from_secs(60));
+    assert!(!failed.status.success(), "{failed}");
+    let said = second.output(Duration::from_secs(60));
+    assert!(said.status.success(), "{said}");
+    let [a, b] = ["t1-vda.img", "t1-vdb.img"].map(|name| folder.join(name));
+    one_moment([&a, &b]);
+    world.run(&[]).ok();
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
+}
+
 #[test]
 fn a_vm_that_is_changed_as_its_job_begins_is_begun_anew() {
     let Some(world) = World::new("a VM by its name that is changed") else { return };
