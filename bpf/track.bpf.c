@@ -21,6 +21,8 @@ typedef unsigned long long u64;
 #define __uint(name, value) int(*name)[value]
 #define __type(name, value) typeof(value) *name
 #define __array(name, value) typeof(value) *name[]
+/* Whether the running kernel has this field. */
+#define KNOWS(field) __builtin_preserve_field_info(field, 2)
 #define inline inline __attribute__((always_inline))
 
 enum {
@@ -45,6 +47,7 @@ struct gendisk {
 };
 
 struct block_device {
+	u64 bd_nr_sectors;
 	struct gendisk *bd_disk;
 	u32 bd_dev;
 };
@@ -112,6 +115,8 @@ enum {
 	DROPPED,
 	/* Writes that completed without having been in `flight`: they began before the tracking, or were dropped. */
 	STRAY,
+	/* Times that the disk was made smaller: what was cut off is gone, also if it is as large again. */
+	SHRUNK,
 	COUNTS,
 };
 
@@ -205,6 +210,12 @@ static inline int is_ours(struct bio *bio)
 	return bio->bi_bdev->bd_disk->diskseq == diskseq;
 }
 
+static inline void resized(struct gendisk *disk, u64 now)
+{
+	if (disk->diskseq == diskseq && now < first_sector + sectors)
+		count(SHRUNK);
+}
+
 static inline void enter(u64 bio, struct blocks *blocks)
 {
 	if (bpf_map_update_elem(&flight, &bio, blocks, 0))
@@ -238,7 +249,13 @@ static inline void record(struct bio *bio)
 SEC("tp_btf/block_bio_queue")
 int queue(u64 *ctx)
 {
-	record((struct bio *)ctx[0]);
+	struct bio *bio = (struct bio *)ctx[0];
+	struct gendisk *disk = bio->bi_bdev->bd_disk;
+
+	/* Where no function tells of it. */
+	if (KNOWS(disk->part0->bd_nr_sectors))
+		resized(disk, disk->part0->bd_nr_sectors);
+	record(bio);
 	return 0;
 }
 
@@ -319,6 +336,30 @@ int rq_complete(u64 *ctx)
 			break;
 		bio = bio->bi_next;
 	}
+	return 0;
+}
+
+/* The second calls the first, which the compiler may have copied into it. */
+SEC("fentry/set_capacity")
+int capacity(u64 *ctx)
+{
+	resized((struct gendisk *)ctx[0], ctx[1]);
+	return 0;
+}
+
+SEC("fentry/set_capacity_and_notify")
+int new_capacity(u64 *ctx)
+{
+	resized((struct gendisk *)ctx[0], ctx[1]);
+	return 0;
+}
+
+SEC("fentry/bdev_resize_partition")
+int partition(u64 *ctx)
+{
+	/* It begins where it did. */
+	if (ctx[2] == first_sector)
+		resized((struct gendisk *)ctx[0], ctx[2] + ctx[3]);
 	return 0;
 }
 

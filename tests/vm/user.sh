@@ -182,6 +182,25 @@ disk=/dev/mapper/slow name=$disk
 user bpf
 two_states bpf
 frozen_to_death bpf
+# smaller: a disk that is made smaller and as large again, with nothing read or written between, is not what it was.
+smaller() {
+    kind=$1
+    check "$kind: added again" dsync track add $disk
+    synced "$kind: and synced" $disk $copy
+    synced "$kind: at rest" $disk $copy
+    is "$kind: it knows what changed" "$(value method)" tracked
+    sectors=$(sectors /dev/vda)
+    for size in $((sectors / 2)) $sectors; do
+        dmsetup suspend --noflush --nolockfs slow
+        dmsetup load slow --table "0 $size delay /dev/vda 0 0 /dev/vda 0 0"
+        dmsetup resume slow
+    done
+    check "$kind: that it was smaller is known" sh -c "dsync status $disk | grep 'made smaller'"
+    synced "$kind: it is compared" $disk $copy
+    is "$kind: all of it" "$(value method)" compare
+    check "$kind: removed again" dsync track remove $disk
+}
+smaller bpf
 dmsetup remove slow
 check "the module can be unloaded" rmmod dm-track
 umount /tmp/r

@@ -6,8 +6,8 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::Path;
 
-use aya::programs::BtfTracePoint;
 use aya::programs::links::FdLink;
+use aya::programs::{BtfTracePoint, Program, ProgramError};
 use aya::{Btf, EbpfLoader};
 use extents::Bitmap;
 use rustix::fs::{FlockOperation, flock};
@@ -15,7 +15,7 @@ use rustix::fs::{FlockOperation, flock};
 use super::disk::BlockDevice;
 use super::notes::{Counts, Notes};
 use super::unseen::{TYPES, unseen};
-use super::{BpfTracker, LINKS, MAPS, RECORDS, TRACEPOINTS, check_owner, folder, sys};
+use super::{BpfTracker, FUNCTIONS, LEFT_OUT, LINKS, MAPS, RECORDS, TRACEPOINTS, check_owner, folder, sys};
 use crate::TrackError;
 
 /// The program, as `make bpf` builds it.
@@ -107,16 +107,16 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
         }
     }
     let mut ids = [0; LINKS.len()];
-    for ((id, name), tracepoint) in ids.iter_mut().zip(LINKS).zip(TRACEPOINTS) {
+    for ((id, name), at) in ids.iter_mut().zip(LINKS).zip(TRACEPOINTS.into_iter().chain(FUNCTIONS)) {
         let fail = failed("attach the program");
-        let program: &mut BtfTracePoint = programs
-            .program_mut(name)
-            .ok_or_else(|| fail(format!("no program {name}")))?
-            .try_into()
-            .map_err(|e| fail(chain(&e)))?;
-        program.load(tracepoint, &btf).map_err(|e| fail(chain(&e)))?;
-        let link = program.attach().map_err(|e| fail(chain(&e)))?;
-        let link: FdLink = program.take_link(link).map_err(|e| fail(chain(&e)))?.into();
+        let program = programs.program_mut(name).ok_or_else(|| fail(format!("no program {name}")))?;
+        let link = match attach(program, at, &btf) {
+            Err(_) if FUNCTIONS.contains(&at) => {
+                *id = LEFT_OUT;
+                continue;
+            }
+            attached => attached.map_err(|e| fail(format!("{at}: {}", chain(&e))))?,
+        };
         link.pin(place.join(name)).map_err(|e| fail(chain(&e)))?;
         *id = sys::get(&place.join(name)).and_then(|link| sys::link_ids(link.as_fd())).map_err(&pin)?.0;
     }
@@ -137,6 +137,19 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
     };
     let map = sys::get(&place.join("notes")).map_err(&pin)?;
     notes.write(map.as_fd()).map_err(&pin)
+}
+
+/// Attaches a program to a tracepoint or a function of the kernel.
+fn attach(program: &mut Program, at: &str, btf: &Btf) -> Result<FdLink, ProgramError> {
+    if let Program::FEntry(program) = program {
+        program.load(at, btf)?;
+        let link = program.attach()?;
+        return program.take_link(link).map(FdLink::from);
+    }
+    let program: &mut BtfTracePoint = program.try_into()?;
+    program.load(at, btf)?;
+    let link = program.attach()?;
+    program.take_link(link).map(FdLink::from)
 }
 
 /// Locks the folder of all trackers, beside this one: who makes or removes one holds it alone. `None` if there is none, which goes with the last of

@@ -14,7 +14,8 @@
 //!   record too. Request-based disks complete in `block_rq_complete`, all others in `block_bio_complete`. Part of a split bio may
 //!   complete after the rest, so the table has the whole bio.
 //! - **The record is lost** after: a full table, a missed event, a completion without a start (the write began before the tracking), a
-//!   pin or a link that is missing or replaced, another disk under the same number, another size, another boot.
+//!   pin or a link that is missing or replaced, another disk under the same number, another size, another boot. A disk that was smaller for a
+//!   while is told by the functions of the kernel that set sizes; where the kernel shows no functions, by what was read or written meanwhile.
 //! - **Partitions** are tracked by sectors of the whole disk.
 //!
 //! Not detected: commands that bypass the block layer (SG_IO, NVMe passthrough), and writers on other hosts. With request-based
@@ -50,12 +51,18 @@ pub use saved::{Restored, restore, save};
 /// What is pinned, by the names that the objects have in the program: the maps, the two records, and the links.
 const MAPS: [&str; 4] = ["slot", "flight", "counts", "notes"];
 const RECORDS: [&str; 2] = ["record-a", "record-b"];
-const LINKS: [&str; 5] = ["bio_complete", "rq_complete", "split", "remap", "queue"];
-/// The tracepoint of each link. Completions come first, so that no write is seen to begin whose completion is missed.
+const LINKS: [&str; 8] =
+    ["bio_complete", "rq_complete", "split", "remap", "queue", "capacity", "new_capacity", "partition"];
+/// The tracepoint of each of the first links. Completions come first, so that no write is seen to begin whose completion is missed.
 const TRACEPOINTS: [&str; 5] =
     ["block_bio_complete", "block_rq_complete", "block_split", "block_bio_remap", "block_bio_queue"];
+/// The function of the kernel of each of the others, which are left out where the kernel shows no functions.
+const FUNCTIONS: [&str; 3] = ["set_capacity", "set_capacity_and_notify", "bdev_resize_partition"];
 /// How many of them are for completions.
 const ENDS: usize = 2;
+
+/// The number of a link that could not be made.
+const LEFT_OUT: u32 = 0;
 
 const BEGAN: &str = "it was not tracked before";
 
@@ -305,8 +312,10 @@ impl BpfTracker {
             sys::lookup(self.counts.as_fd(), key, &mut value).map(|()| u64::from_ne_bytes(value))
         };
         let read = || {
-            let mut counts = Counts { dropped: count(0)?, stray: count(1)?, missed: 0, unended: 0 };
-            for (i, link) in self.links().into_iter().enumerate() {
+            let (dropped, stray, shrunk) = (count(0)?, count(1)?, count(2)?);
+            let mut counts = Counts { dropped, stray, shrunk, ..Counts::default() };
+            // Those that may be left out have nothing to do with writes.
+            for (i, link) in self.links().into_iter().enumerate().take(TRACEPOINTS.len()) {
                 let misses = sys::misses(link?.1)?;
                 *(if i < ENDS { &mut counts.unended } else { &mut counts.missed }) += misses;
             }
@@ -339,6 +348,7 @@ impl BpfTracker {
         for ((link, name), id) in self.links().into_iter().zip(LINKS).zip(notes.links) {
             match link {
                 Ok((found, _)) if found == id => {}
+                Err(_) if id == LEFT_OUT => {}
                 Ok(_) => return said(&format!("its link {name} was replaced")),
                 Err(_) => return said(&format!("its link {name} is no longer pinned")),
             }

@@ -23,6 +23,8 @@ pub(super) struct Counts {
     pub missed: u64,
     /// Completions missed in the same way. Alone they are harmless: a write stays in the table longer than needed.
     pub unended: u64,
+    /// Times that the disk was made smaller.
+    pub shrunk: u64,
 }
 
 impl Counts {
@@ -38,6 +40,8 @@ impl Counts {
         } else if doubtful && more(|c| c.unended) > 0 {
             // A write whose start was missed is known only by its completion.
             format!("{} ends of writes were missed after missed starts", more(|c| c.unended))
+        } else if more(|c| c.shrunk) > 0 {
+            "the disk was made smaller in the meantime, and what was cut off is lost".into()
         } else {
             return None;
         };
@@ -57,7 +61,7 @@ pub(super) struct Notes {
     /// The boot id.
     pub boot: String,
     /// Numbers of the links.
-    pub links: [u32; 5],
+    pub links: [u32; super::LINKS.len()],
     /// Why writes since the last release are not known; `None` if they are.
     pub lost: Option<String>,
     /// The epoch that was released last.
