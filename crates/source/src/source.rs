@@ -704,7 +704,7 @@ impl Source {
     /// checkpoint too. `None` if nothing was written and `ends` is not set.
     ///
     /// # Errors
-    /// `Lost` if what was written is not known.
+    /// `Lost` if what was written is not known; `Server` in a life that a client has ended.
     pub fn batch_changes(
         &self,
         follower: &Follower,
@@ -712,6 +712,9 @@ impl Source {
     ) -> Result<Option<BatchChanges>, SourceError> {
         let mut epochs = self.epochs();
         self.look(&mut epochs)?;
+        if about_in(&*self.folder)?.is_some_and(|known| life_of(&known) != self.life()) {
+            return Err(SourceError::Server("it went on in a life that has ended: start it again".into()));
+        }
         let since = epochs.history.last();
         if let Some(why) = self.lost() {
             return Err(SourceError::Lost { since: since.map_or(0, |e| e.number), why });
@@ -748,7 +751,7 @@ impl Source {
 
     /// The present life.
     fn life(&self) -> Uuid {
-        self.about.lives.lives().first().map_or(Uuid::nil(), |life| life.life)
+        life_of(&self.about)
     }
 
     /// True if writes through the source bypass the page cache.
@@ -1066,6 +1069,11 @@ impl Source {
             let _ = thread.join();
         }
     }
+}
+
+/// The life of a source that goes on.
+fn life_of(about: &SourceMetadata) -> Uuid {
+    about.lives.lives().first().map_or(Uuid::nil(), |life| life.life)
 }
 
 impl Drop for Source {
