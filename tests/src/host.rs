@@ -25,9 +25,9 @@ impl Default for Host {
 }
 
 impl Host {
-    /// Without a disk as yet.
+    /// Without a disk as yet. In memory: what hosts tell each other depends on no disk.
     pub fn new() -> Host {
-        let site = Site::new();
+        let site = Site::in_memory();
         let disk = site.path("vm.raw");
         Host { site, disk, files: Cell::default() }
     }

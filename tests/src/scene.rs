@@ -44,8 +44,16 @@ impl Scene {
 
     /// A sparse disk of `size` bytes with some data in its first half, served.
     pub fn new(what: &str, size: u64) -> Scene {
+        Scene::at(Site::new(), what, size)
+    }
+
+    /// The same in memory, for tests of what no disk has a part in: it waits for none.
+    pub fn in_memory(what: &str, size: u64) -> Scene {
+        Scene::at(Site::in_memory(), what, size)
+    }
+
+    fn at(site: Site, what: &str, size: u64) -> Scene {
         let mut random = Random::new(what);
-        let site = Site::new();
         let image = site.image("vm.raw", size);
         for _ in 0..8 {
             let at = random.below(size / 2 / BLOCK) * BLOCK;
@@ -61,10 +69,18 @@ impl Scene {
 
     /// A scene whose replica stands where the source does.
     pub fn synced(what: &str, size: u64) -> Scene {
-        let scene = Scene::new(what, size);
-        scene.sync(&[]).ok();
-        image::assert_equal(&scene.image, &scene.replica);
-        scene
+        Scene::new(what, size).brought_up()
+    }
+
+    /// The same in memory.
+    pub fn synced_in_memory(what: &str, size: u64) -> Scene {
+        Scene::in_memory(what, size).brought_up()
+    }
+
+    fn brought_up(self) -> Scene {
+        self.sync(&[]).ok();
+        image::assert_equal(&self.image, &self.replica);
+        self
     }
 
     /// A scene whose replica is to be on a tmpfs of the size `room`, such as "12m". `None` where none can be mounted: then `what` is

@@ -138,6 +138,10 @@ pub fn hidden_mount(path: &Path) -> Option<String> {
     let is_seen = |device: &u64| seen.iter().any(|mount| mount.is_on(&[*device]));
     let mut devices = lying_on(metadata.rdev());
     devices.retain(|device| metadata.file_type().is_block_device() && !is_seen(device));
+    // Most paths are files: the processes of the host are not asked for them.
+    if devices.is_empty() {
+        return None;
+    }
     let mut spaces: Vec<PathBuf> = std::fs::read_link("/proc/self/ns/mnt").into_iter().collect();
     for process in std::fs::read_dir("/proc").ok()?.flatten().map(|entry| entry.path()) {
         let Ok(space) = std::fs::read_link(process.join("ns/mnt")) else { continue };

@@ -119,7 +119,16 @@ struct Two {
 
 impl Two {
     fn new(what: &str) -> Two {
-        let (mut random, site) = (Random::new(what), Site::new());
+        Two::at(what, Site::in_memory())
+    }
+
+    /// On a real disk, whose times tell a rename from a write.
+    fn on_disk(what: &str) -> Two {
+        Two::at(what, Site::new())
+    }
+
+    fn at(what: &str, site: Site) -> Two {
+        let mut random = Random::new(what);
         let images = NAMES.map(|name| site.image(&format!("{name}.raw"), SIZE));
         for image in &images {
             image::scribble(image, 5 * MIB, MIB, &mut random);
@@ -416,7 +425,7 @@ fn advised(two: &Two, told: &Output, begins: &str) -> Run {
 
 #[test]
 fn what_refuses_one_refuses_all_before_anything_is_changed() {
-    let mut two = Two::new("refused");
+    let mut two = Two::on_disk("refused");
     two.sync(&[]).ok();
     two.change(0, 3);
     two.change(1, 3);
@@ -652,7 +661,7 @@ fn a_rewound_group_knows_nothing_of_the_branch_that_it_left() {
 /// A replica under another name is no reason for a second copy of its source beside it.
 #[test]
 fn a_replica_of_another_name_is_not_copied_anew() {
-    let two = Two::new("a renamed replica");
+    let two = Two::on_disk("a renamed replica");
     two.sync(&[]).ok();
     let rename = |from: &str, to: &str| {
         for (from, to) in

@@ -117,7 +117,7 @@ fn both_sides_of_a_local_sync_are_killed() {
     let mut scene = Scene::synced("sync kills", 32 * MIB);
     let usual = usual(&mut scene, 2000, |scene| scene.sync(&[]));
     let before = scene.site.path("before.raw");
-    for round in 0..rounds(15, 200) {
+    for round in 0..rounds(8, 200) {
         image::copy(&scene.replica, &before);
         scene.change(2000);
         let mut sync = scene.sync(&[]).start();
@@ -182,7 +182,7 @@ fn the_far_side_is_killed_and_answers_are_lost() {
     far.sync(&scene, &[], None).ok();
     let before = far.site.path("before.raw");
     let mut random = Random::seeded(scene.random.bits());
-    for round in 0..rounds(8, 200) {
+    for round in 0..rounds(6, 200) {
         image::copy(&far.replica(), &before);
         let changed = scene.change(500);
         // The line is cut on the way there, or goes deaf on the way back: then the far side may commit and not be heard.

@@ -322,11 +322,11 @@ fn who_writes_past_a_frozen_file_system_is_noticed() {
 
 #[test]
 fn two_state_directories_do_not_share_a_record() {
-    let Some(tracked) = Tracked::new("two state directories on one tracked disk", 128 * MIB) else { return };
+    let Some(tracked) = Tracked::new("two state directories on one tracked disk", 64 * MIB) else { return };
     let (site, ours, theirs) =
         (&tracked.site, tracked.site.path("ours.raw"), tracked.site.path("theirs.raw"));
     let fill = |name: &str| {
-        let random = Random::new("the content of a tracked disk").bytes(24 << 20);
+        let random = Random::new("the content of a tracked disk").bytes(8 << 20);
         std::fs::write(tracked.place.join(name), random).expect("a write");
     };
     fill("before");
@@ -337,7 +337,7 @@ fn two_state_directories_do_not_share_a_record() {
     site.sync(tracked.device(), &ours, &[]).ok();
     fill("after");
     // The other one may hold it at that very moment.
-    let mut slow = site.sync(tracked.device(), &ours, &["--bwlimit", "4M", "--wait"]).start();
+    let mut slow = site.sync(tracked.device(), &ours, &["--bwlimit", "2M", "--wait"]).start();
     // While the slow one makes its passes, the other one takes nothing from it.
     let refused = loop {
         let output = other(&[]).output();

@@ -1028,7 +1028,7 @@ fn a_device_of_a_vm_that_is_tracked_is_not_compared() {
     if !Libvirt::possible(what) || !need(&["losetup"], what) {
         return;
     }
-    let site = Site::new();
+    let site = Site::in_memory();
     let device = Loop::new(&writer(&site, "b.raw"));
     if !got(device.as_ref().ok_or("there is no free loop device"), what) {
         return;

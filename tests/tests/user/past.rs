@@ -98,7 +98,7 @@ fn disaster(mut scene: Scene, place: &Place<'_>, options: &[&str]) {
 
 #[test]
 fn a_disaster_is_taken_back() {
-    let scene = Scene::new("past of a file", SIZE);
+    let scene = Scene::in_memory("past of a file", SIZE);
     let replica = scene.replica.clone();
     let rewind = |scene: &Scene, args: &[&str]| rewind_here(scene, &scene.replica, args);
     disaster(scene, &Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind }, &[]);
@@ -106,7 +106,7 @@ fn a_disaster_is_taken_back() {
 
 #[test]
 fn a_disaster_is_taken_back_at_another_host() {
-    let scene = Scene::new("past at another host", SIZE);
+    let scene = Scene::in_memory("past at another host", SIZE);
     let far = Far::new(env!("CARGO_BIN_EXE_rsh"));
     let rewind =
         |_: &Scene, args: &[&str]| far.site.dsync(["rewind", "--json"]).arg(far.replica()).args(args);
@@ -124,7 +124,7 @@ fn a_disaster_is_taken_back_on_a_device() {
     if !need_root(what) {
         return;
     }
-    let mut scene = Scene::new("past of a device", SIZE);
+    let mut scene = Scene::in_memory("past of a device", SIZE);
     let Some(device) = Loop::new(&scene.site.image("device.img", SIZE + MIB)) else {
         return skipped(what, "there is no loop device");
     };
@@ -140,7 +140,7 @@ fn a_disaster_is_taken_back_by_reflinks() {
     if !need(&["mkfs.xfs"], what) || !need_root(what) {
         return;
     }
-    let mut scene = Scene::new("past by reflink", SIZE);
+    let mut scene = Scene::in_memory("past by reflink", SIZE);
     let (disk, mount) = (scene.site.image("xfs.raw", 512 * MIB), scene.site.path("xfs"));
     Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
     let Some(_mounted) = Mount::new(&["-o", "loop"], &disk, &mount) else {
@@ -176,7 +176,7 @@ fn a_full_file_system_costs_moments_and_no_sync() {
 /// A rewind that was killed is completed, or was not begun.
 #[test]
 fn a_rewind_survives_its_death() {
-    let mut scene = Scene::new("killed rewind", 4 * SIZE);
+    let mut scene = Scene::in_memory("killed rewind", 4 * SIZE);
     scene.sync(&["--keep-last", "9"]).ok();
     let before = scene.site.path("before.raw");
     image::copy(&scene.image, &before);
@@ -205,7 +205,7 @@ fn a_rewind_survives_its_death() {
 /// A mirror keeps its epochs, also when it is killed in the midst of one.
 #[test]
 fn a_mirror_keeps_its_epochs() {
-    let mut scene = Scene::new("past of a mirror", SIZE);
+    let mut scene = Scene::in_memory("past of a mirror", SIZE);
     let start = |scene: &Scene| {
         let run = scene.site.dsync(["mirror", "--epoch", "300ms", "--rpo", "400ms", "--keep-last", "50"]);
         let mut running = run.arg(&scene.image).arg(&scene.replica).start();
@@ -256,7 +256,7 @@ fn a_mirror_keeps_its_epochs() {
 /// What is to be kept is taken over although nothing has to be sent, and not by a dry run.
 #[test]
 fn what_is_kept_is_changed_without_a_write() {
-    let mut scene = Scene::synced("keep", MIB);
+    let mut scene = Scene::synced_in_memory("keep", MIB);
     let shown = |scene: &Scene| {
         let listed = rewind_here(scene, &scene.replica, &[]).ok().summary();
         (listed["keep"]["last"].clone(), moments(&listed).len())
@@ -288,7 +288,7 @@ fn what_is_kept_is_changed_without_a_write() {
 /// The past of a replica ends with its promotion, which says so before and after; what has none says why.
 #[test]
 fn a_promotion_says_which_moments_it_gives_up() {
-    let mut scene = Scene::synced("moments", MIB);
+    let mut scene = Scene::synced_in_memory("moments", MIB);
     scene.sync(&["--keep-last", "3"]).ok();
     for _ in 0..2 {
         scene.change(3);
@@ -332,7 +332,7 @@ fn a_promotion_says_which_moments_it_gives_up() {
 /// What a mirror has brought a replica to within an epoch may be the only copy of it: a rewind leaves it as a moment.
 #[test]
 fn a_rewind_of_a_replica_ahead_of_its_epoch_is_taken_back() {
-    let mut scene = Scene::new("rewound from within an epoch", SIZE);
+    let mut scene = Scene::in_memory("rewound from within an epoch", SIZE);
     let run = scene.site.dsync(["mirror", "--epoch", "1h", "--rpo", "400ms", "--keep", "1h"]);
     let mut running = run.arg(&scene.image).arg(&scene.replica).start();
     running.wait_to_say("mirroring to");
@@ -385,7 +385,7 @@ fn a_rewind_of_a_replica_ahead_of_its_epoch_is_taken_back() {
 #[test]
 fn a_mirror_keeps_moments_as_close_as_the_grid_asks() {
     const EVERY: u64 = 2;
-    let scene = Scene::new("grid of a mirror", SIZE);
+    let scene = Scene::in_memory("grid of a mirror", SIZE);
     let keep = format!("1h/{EVERY}s");
     let run = scene.site.dsync(["mirror", "--epoch", "1h", "--rpo", "400ms", "--keep", &keep]);
     let mut running = run.arg(&scene.image).arg(&scene.replica).start();
@@ -435,7 +435,7 @@ fn a_mirror_keeps_moments_as_close_as_the_grid_asks() {
 /// Where it cannot be read what is to be kept, nothing is taken for granted: the commit is refused, and no moment is lost.
 #[test]
 fn what_is_kept_is_not_forgotten_by_an_error() {
-    let mut scene = Scene::new("settings of the past", SIZE);
+    let mut scene = Scene::in_memory("settings of the past", SIZE);
     scene.sync(&["--keep-last", "9"]).ok();
     for _ in 0..2 {
         scene.change(10);
@@ -467,7 +467,7 @@ fn what_is_kept_is_not_forgotten_by_an_error() {
 /// A replica that was moved has left its moments behind: whoever begins another one is told, and who puts it back has them.
 #[test]
 fn a_new_replica_is_not_begun_without_a_word_of_the_moments() {
-    let mut scene = Scene::new("a replica that was moved", SIZE);
+    let mut scene = Scene::in_memory("a replica that was moved", SIZE);
     scene.sync(&["--keep-last", "5"]).ok();
     scene.change(20);
     scene.sync(&[]).ok();
@@ -492,7 +492,7 @@ fn a_new_replica_is_not_begun_without_a_word_of_the_moments() {
 /// What a disk has lost is mended at the replica's epoch: the moments before stay, and none of them has the damage.
 #[test]
 fn a_repair_keeps_the_past() {
-    let mut scene = Scene::new("a past that is repaired", SIZE);
+    let mut scene = Scene::in_memory("a past that is repaired", SIZE);
     scene.sync(&["--keep-last", "9"]).ok();
     let mut epochs = Vec::new();
     for n in 0..3 {

@@ -55,7 +55,7 @@ fn bad_usage() {
 
 #[test]
 fn a_source_that_is_not_there() {
-    let scene = Scene::synced("no source", 8 * MIB);
+    let scene = Scene::synced_in_memory("no source", 8 * MIB);
     for name in ["/nowhere/at/all.raw", "nobody"] {
         let output = harmless(&scene, scene.site.dsync(["sync", name]).arg(&scene.replica), &[name]);
         assert!(!output.stderr.contains("panicked"), "{output}");
@@ -68,7 +68,7 @@ fn a_source_that_is_not_there() {
 
 #[test]
 fn a_replica_of_another_source() {
-    let scene = Scene::synced("wrong source", 8 * MIB);
+    let scene = Scene::synced_in_memory("wrong source", 8 * MIB);
     let other = scene.site.image("other.raw", 8 * MIB);
     let _server = scene.site.serve(&[&other], &[]);
     let replica = scene.replica.display().to_string();
@@ -79,7 +79,7 @@ fn a_replica_of_another_source() {
 
 #[test]
 fn a_source_that_was_set_back_to_an_older_state() {
-    let mut scene = Scene::synced("restored source", 8 * MIB);
+    let mut scene = Scene::synced_in_memory("restored source", 8 * MIB);
     scene.stop();
     let (state, kept) = (scene.site.state(), scene.site.path("kept"));
     Run::new("cp").arg("-a").arg(&state).arg(&kept).ok();
@@ -105,7 +105,7 @@ fn a_source_that_was_set_back_to_an_older_state() {
 
 #[test]
 fn a_delta_that_begins_elsewhere() {
-    let mut scene = Scene::synced("wrong epoch", 8 * MIB);
+    let mut scene = Scene::synced_in_memory("wrong epoch", 8 * MIB);
     scene.change(10);
     let early = scene.site.dsync(["extract", "vm"]).ok().stdout;
     let other = scene.site.path("other.raw");
@@ -124,7 +124,7 @@ fn a_delta_that_begins_elsewhere() {
 
 #[test]
 fn a_file_that_is_no_replica() {
-    let mut scene = Scene::new("no replica", 8 * MIB);
+    let mut scene = Scene::in_memory("no replica", 8 * MIB);
     image::random(&scene.replica, 8 * MIB, &mut scene.random);
     let replica = scene.replica.display().to_string();
     refused(&scene, scene.sync(&[]), 4, &[&replica, "--adopt"]);
@@ -137,7 +137,7 @@ fn a_file_that_is_no_replica() {
 
 #[test]
 fn places_where_nothing_can_be_written() {
-    let scene = Scene::new("no place", 8 * MIB);
+    let scene = Scene::in_memory("no place", 8 * MIB);
     let site = &scene.site;
     let (missing, here) = (site.path("missing"), site.dir().to_path_buf());
     for (place, named) in
@@ -161,7 +161,7 @@ fn places_where_nothing_can_be_written() {
 /// What is no copy of the source is left as it was, however it would be written to, until its user says that it may go.
 #[test]
 fn what_holds_other_content_is_not_adopted_without_a_word() {
-    let mut scene = Scene::new("other content", 8 * MIB);
+    let mut scene = Scene::in_memory("other content", 8 * MIB);
     let ways: [&[&str]; 4] =
         [&[], &["--commit", "in-place"], &["--method", "rolling"], &["--keep-last", "3"]];
     for (round, options) in ways.into_iter().enumerate() {
@@ -197,7 +197,7 @@ fn what_holds_other_content_is_not_adopted_without_a_word() {
 /// An empty file is no copy of anything: it is said before the disk is read.
 #[test]
 fn an_empty_file_is_not_adopted() {
-    let scene = Scene::new("an empty file", 8 * MIB);
+    let scene = Scene::in_memory("an empty file", 8 * MIB);
     std::fs::write(&scene.replica, "").expect("an empty file");
     scene.sync(&[]).code(4).says(&["not a dsync replica"]);
     scene.sync(&["--adopt"]).code(4).says(&["is empty", "remove it, and omit --adopt"]);
@@ -212,7 +212,7 @@ fn a_device_with_other_content_is_not_adopted_without_a_word() {
     if !need(&["losetup"], what) || !need_root(what) {
         return;
     }
-    let mut scene = Scene::new(what, 8 * MIB);
+    let mut scene = Scene::in_memory(what, 8 * MIB);
     let disk = scene.site.path("disk.img");
     image::random(&disk, 16 * MIB, &mut scene.random);
     let Some(device) = Loop::new(&disk) else { return skipped(what, "there are no loop devices here") };
@@ -231,7 +231,7 @@ fn a_device_with_other_content_is_not_adopted_without_a_word() {
 
 #[test]
 fn a_replica_that_others_changed() {
-    let mut scene = Scene::synced("changed replica", 8 * MIB);
+    let mut scene = Scene::synced_in_memory("changed replica", 8 * MIB);
     scene.change(10);
     std::thread::sleep(Duration::from_millis(50));
     image::scribble(&scene.replica, 3 * MIB, 10, &mut scene.random);
@@ -250,7 +250,7 @@ fn a_replica_that_others_changed() {
 
 #[test]
 fn a_lineage_that_is_damaged() {
-    let mut scene = Scene::synced("damaged lineage", 8 * MIB);
+    let mut scene = Scene::synced_in_memory("damaged lineage", 8 * MIB);
     let lineage = scene.site.path("replica/.vm.raw.dsync/lineage");
     let good = std::fs::read(&lineage).expect("the lineage");
     scene.change(10);
@@ -273,7 +273,7 @@ fn a_destination_in_use() {
     if !need(&["qemu-io"], what) {
         return;
     }
-    let mut scene = Scene::synced("in use", 8 * MIB);
+    let mut scene = Scene::synced_in_memory("in use", 8 * MIB);
     scene.change(10);
     let replica = scene.replica.display().to_string();
     let mut holder = Run::new("qemu-io").args(["-f", "raw"]).arg(&scene.replica).start_talking();
@@ -324,7 +324,7 @@ fn devices_that_are_mounted_looped_or_too_small() {
     if !need(&["mkfs.ext4", "losetup"], what) || !need_root(what) {
         return;
     }
-    let mut scene = Scene::new("devices", 16 * MIB);
+    let mut scene = Scene::in_memory("devices", 16 * MIB);
     let small = scene.site.image("small.raw", 8 * MIB);
     let fitting = scene.site.image("fitting.raw", 16 * MIB);
     Run::new("mkfs.ext4").arg("-q").arg(&fitting).ok();
@@ -368,7 +368,7 @@ fn devices_that_are_mounted_looped_or_too_small() {
 
 #[test]
 fn a_delta_cut_off_or_with_a_flipped_bit() {
-    let mut scene = Scene::synced("damaged delta", 8 * MIB);
+    let mut scene = Scene::synced_in_memory("damaged delta", 8 * MIB);
     scene.change(40);
     let status = scene.site.dsync(["status", "--json"]).arg(&scene.replica).ok().summary();
     let since = number(&status, "epoch").to_string();
@@ -434,7 +434,7 @@ fn a_mirror_with_a_small_journal_folder() {
     if !need_root(what) {
         return;
     }
-    let mut scene = Scene::synced("small journal", 32 * MIB);
+    let mut scene = Scene::synced_in_memory("small journal", 32 * MIB);
     let place = scene.site.path("journal");
     let Some(_mounted) = mount::small(&place, "12m", what) else { return };
     let dsync = |arguments: &[&str]| scene.site.dsync(arguments).arg("--journal-dir").arg(&place);
@@ -464,7 +464,7 @@ fn no_space_for_the_sources_state() {
     if !need_root(what) {
         return;
     }
-    let mut scene = Scene::new("full state", 8 * MIB);
+    let mut scene = Scene::in_memory("full state", 8 * MIB);
     scene.stop();
     let state = scene.site.state();
     let _ = std::fs::remove_dir_all(&state);
@@ -500,7 +500,7 @@ fn no_space_for_the_sources_state() {
 
 #[test]
 fn a_view_that_overflows_breaks_and_the_guest_does_not() {
-    let mut scene = Scene::synced("view overflow", 32 * MIB);
+    let mut scene = Scene::synced_in_memory("view overflow", 32 * MIB);
     scene.stop();
     scene.server = Some(scene.site.serve(&[&scene.image], &["--view-limit", "1M"]));
     let mut client = scene.client();
@@ -526,7 +526,7 @@ fn a_view_that_overflows_breaks_and_the_guest_does_not() {
 
 #[test]
 fn a_host_that_does_not_answer() {
-    let scene = Scene::new("unreachable", 8 * MIB);
+    let scene = Scene::in_memory("unreachable", 8 * MIB);
     let sync = |host: &str, rsh: &str| {
         let destination = format!("{host}:/srv/vm.raw");
         scene.site.dsync(["sync", "--rsh", rsh, "--"]).arg(&scene.image).arg(destination)
@@ -544,7 +544,7 @@ fn a_host_that_does_not_answer() {
 
 #[test]
 fn a_far_side_that_is_not_dsync_or_another_version_of_it() {
-    let (scene, far) = (Scene::new("versions", 8 * MIB), Far::new(RSH));
+    let (scene, far) = (Scene::in_memory("versions", 8 * MIB), Far::new(RSH));
     let sync = |remote: &str| far.sync(&scene, &["--remote-dsync", remote], None);
     let script = |name: &str, text: &str| {
         let path = far.site.path(name);
@@ -625,7 +625,7 @@ fn without_descriptors_or_threads_a_sync_says_so() {
 
 #[test]
 fn a_refused_sync_leaves_no_epoch_behind() {
-    let mut scene = Scene::synced("no epoch", 8 * MIB);
+    let mut scene = Scene::synced_in_memory("no epoch", 8 * MIB);
     let changed = scene.change(10);
     let taken = scene.site.path("taken.raw");
     image::random(&taken, 8 * MIB, &mut scene.random);
@@ -667,7 +667,7 @@ fn root_follows_no_link_of_the_owner_of_a_replica() {
         return;
     }
     let nobody = Some(65534);
-    let scene = Scene::synced("links of another user", 8 * MIB);
+    let scene = Scene::synced_in_memory("links of another user", 8 * MIB);
     let name = scene.replica.file_name().expect("a name").to_string_lossy();
     let folder = scene.replica.with_file_name(format!(".{name}.dsync"));
     let victim = scene.site.path("victim");
@@ -761,7 +761,7 @@ fn writes_are_noticed_where_times_are_whole_seconds() {
 
 /// A replica whose folder of state belongs to another user, and that folder.
 fn of_another_user(what: &str, size: u64) -> (Scene, PathBuf) {
-    let scene = Scene::synced(what, size);
+    let scene = Scene::synced_in_memory(what, size);
     let name = scene.replica.file_name().expect("a name").to_string_lossy();
     let folder = scene.replica.with_file_name(format!(".{name}.dsync"));
     let inside = std::fs::read_dir(&folder).expect("the state").map(|entry| entry.expect("an entry").path());
@@ -859,7 +859,7 @@ fn who_owns_the_state_of_a_replica_ends_no_process_by_cutting_it_short() {
 /// Where nothing was begun, no promotion is to be completed.
 #[test]
 fn what_is_no_replica_is_not_half_promoted() {
-    let scene = Scene::synced("no promotion", MIB);
+    let scene = Scene::synced_in_memory("no promotion", MIB);
     let pipe = scene.site.path("pipe");
     Run::new("mkfifo").arg(&pipe).ok();
     let slash = scene.site.path("replica/vm.raw/");

@@ -192,7 +192,7 @@ fn a_replica_that_nobody_may_write_beside_is_rehearsed() {
 
 #[test]
 fn a_moment_stays_as_it_is_beneath_everything() {
-    beside(Scene::new("rehearsal of a file", SIZE), &[]);
+    beside(Scene::in_memory("rehearsal of a file", SIZE), &[]);
 }
 
 #[test]
@@ -201,7 +201,7 @@ fn a_moment_of_a_device_stays_as_it_is() {
     if !need_root(what) {
         return;
     }
-    let mut scene = Scene::new("rehearsal of a device", SIZE);
+    let mut scene = Scene::in_memory("rehearsal of a device", SIZE);
     let Some(device) = Loop::new(&scene.site.image("device.img", SIZE)) else {
         return skipped(what, "no loop device can be made here");
     };
@@ -215,7 +215,7 @@ fn a_moment_stays_as_it_is_where_files_are_replaced() {
     if !need(&["mkfs.xfs"], what) || !need_root(what) {
         return;
     }
-    let mut scene = Scene::new("rehearsal by reflink", SIZE);
+    let mut scene = Scene::in_memory("rehearsal by reflink", SIZE);
     let (disk, mount) = (scene.site.image("xfs.raw", 512 * MIB), scene.site.path("xfs"));
     Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
     let Some(_mounted) = Mount::new(&["-o", "loop"], &disk, &mount) else {
@@ -227,7 +227,7 @@ fn a_moment_stays_as_it_is_where_files_are_replaced() {
 
 #[test]
 fn what_is_written_to_a_rehearsal_is_thrown_away() {
-    let mut scene = Scene::synced("writable rehearsal", SIZE);
+    let mut scene = Scene::synced_in_memory("writable rehearsal", SIZE);
     let mut random = Random::new("writing");
     let before = std::fs::read(&scene.replica).expect("the replica");
     let server = rehearse(&scene, "now", &["--writable"]);
@@ -267,7 +267,7 @@ fn what_is_written_to_a_rehearsal_is_thrown_away() {
 
 #[test]
 fn earlier_moments_are_served_while_they_are_dropped() {
-    let mut scene = Scene::new("rehearsal of the past", SIZE);
+    let mut scene = Scene::in_memory("rehearsal of the past", SIZE);
     let mut random = Random::new("the past");
     let mut epochs = Vec::new();
     for _ in 0..4 {
@@ -295,7 +295,7 @@ fn earlier_moments_are_served_while_they_are_dropped() {
 
 #[test]
 fn who_reads_loses_and_who_commits_does_not() {
-    let mut scene = Scene::synced("a rehearsal that is lost", SIZE);
+    let mut scene = Scene::synced_in_memory("a rehearsal that is lost", SIZE);
     let refused = |scene: &Scene, moment: &str, words: &[&str]| {
         let run = scene.site.dsync(["serve"]).arg(at(&scene.replica, moment)).args(["--socket", "s"]);
         run.output().says(words);
@@ -338,7 +338,7 @@ fn holds(process: i32, below: &Path) -> Vec<PathBuf> {
 /// A reader that has lost its moment holds nothing that takes space, though its server goes on.
 #[test]
 fn who_loses_lets_go_of_what_it_held() {
-    let mut scene = Scene::new("letting go", SIZE);
+    let mut scene = Scene::in_memory("letting go", SIZE);
     let epochs = [0, 1, 2].map(|_| {
         let epoch = scene.sync(&["--keep-last", "9"]).ok().summary()["epoch"].to_string();
         scene.change(300);
@@ -371,7 +371,7 @@ fn who_loses_lets_go_of_what_it_held() {
 /// What another program has written to a replica is no moment of its source, and is not shown as one.
 #[test]
 fn what_others_write_to_is_not_shown() {
-    let scene = Scene::synced("rehearsal of a foreign write", SIZE);
+    let scene = Scene::synced_in_memory("rehearsal of a foreign write", SIZE);
     let shows = || scene.site.dsync(["serve"]).arg(at(&scene.replica, "now")).args(["--socket", "s"]);
     let file = std::fs::File::options().write(true).open(&scene.replica).expect("the replica");
     std::os::unix::fs::FileExt::write_all_at(&file, &[7; 512], MIB).expect("a write");
@@ -403,7 +403,7 @@ fn what_others_write_to_a_device_is_not_shown() {
     if !need_root(what) {
         return;
     }
-    let mut scene = Scene::new("rehearsal of a written device", SIZE);
+    let mut scene = Scene::in_memory("rehearsal of a written device", SIZE);
     let Some(device) = Loop::new(&scene.site.image("device.img", SIZE)) else {
         return skipped(what, "no loop device can be made here");
     };
