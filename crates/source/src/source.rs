@@ -455,7 +455,7 @@ impl Source {
         let stamp = ImageStamp::read(folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         let missing = Self::missing(folder, stamp.as_ref(), last.map_or(0, |last| last.number))?;
-        let lost = moments::elsewhere(folder, last)?.or(missing.map(Gap::from));
+        let lost = moments::elsewhere(folder, last, &identity.path)?.or(missing.map(Gap::from));
         let boot = backing.boot();
         let verdict = match (lost, &stamp) {
             (Some(why), _) => StampVerdict::Lost(why),
@@ -489,7 +489,8 @@ impl Source {
         }
         let look = || -> Result<StampVerdict, SourceError> {
             let last = History::read(folder)?.last();
-            if let Some(why) = moments::elsewhere(folder, last)? {
+            let path = backing.identity().map(|found| found.path).unwrap_or_default();
+            if let Some(why) = moments::elsewhere(folder, last, &path)? {
                 return Ok(StampVerdict::Lost(why));
             }
             Ok(Self::verdict(folder, backing, &backing.identity()?, last, false)?.0)

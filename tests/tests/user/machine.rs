@@ -552,6 +552,26 @@ fn a_job_that_another_run_has_begun_is_not_read() {
     one_moment([a, b]);
 }
 
+/// A backup in the place of a disk is not taken for what the VM wrote, whether it is off or runs on it.
+#[test]
+fn a_backup_in_the_place_of_a_disk_of_a_vm_is_refused() {
+    let Some(world) = World::new("a VM by its name whose disk is restored from a backup") else { return };
+    let image = world.site.path("b.raw");
+    let backup = image.with_extension("backup");
+    Run::new("cp").arg("-a").args([&image, &backup]).ok();
+    Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+    world.sync();
+    world.host.virsh(["destroy", VM]).ok();
+    Run::new("cp").arg("--preserve=timestamps").args([&backup, &image]).ok();
+    let has = world.disks().map(|disk| std::fs::read(disk).expect("a replica"));
+    let words = ["may be the newest copy", "before what was recorded", "--accept-source"];
+    world.run(&[]).code(4).says(&words);
+    world.run(&[]).code(4).says(&words);
+    assert!(has == world.disks().map(|disk| std::fs::read(disk).expect("a replica")));
+    world.run(&["--accept-source"]).ok();
+    world.equal();
+}
+
 #[test]
 fn a_vm_that_is_changed_as_its_job_begins_is_begun_anew() {
     let Some(world) = World::new("a VM by its name that is changed") else { return };

@@ -81,6 +81,21 @@ fn is_unknown(time: &i64) -> bool {
     *time == 0
 }
 
+/// That a file was written to last at the first of these times, and something of it recorded at the second, in nanoseconds since 1970.
+pub(crate) fn other_content(place: &str, written: i64, recorded: i64) -> Gap {
+    let at = |time: i64| device::moment((time.max(0) / 1_000_000_000) as u64);
+    let age = match (recorded - written) / 1_000_000_000 {
+        0 => "at about the same time as".to_owned(),
+        seconds if seconds > 0 => format!("{} before", device::human_time(seconds.unsigned_abs())),
+        seconds => format!("{} after", device::human_time(seconds.unsigned_abs())),
+    };
+    Gap::OtherContent(format!(
+        "{place}written to last on {}, {age} what was recorded ({})",
+        at(written),
+        at(recorded)
+    ))
+}
+
 /// What the next process finds of the last write.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LastWrite {
@@ -198,18 +213,7 @@ impl ImageStamp {
         if same && now.ctime_ns >= then.ctime_ns || !moved && !older {
             return None;
         }
-        let place = if moved { "another file is in its place, " } else { "" };
-        let at = |time: i64| device::moment((time.max(0) / 1_000_000_000) as u64);
-        let age = match (recorded - now.mtime_ns) / 1_000_000_000 {
-            0 => "at about the same time as".to_owned(),
-            seconds if seconds > 0 => format!("{} before", device::human_time(seconds.unsigned_abs())),
-            seconds => format!("{} after", device::human_time(seconds.unsigned_abs())),
-        };
-        Some(Gap::OtherContent(format!(
-            "{place}written to last on {}, {age} what was recorded ({})",
-            at(now.mtime_ns),
-            at(recorded)
-        )))
+        Some(other_content(if moved { "another file is in its place, " } else { "" }, now.mtime_ns, recorded))
     }
 
     /// Whether the record of this stamp can be trusted for the image as it is.
