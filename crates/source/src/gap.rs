@@ -17,6 +17,8 @@ pub enum Gap {
     /// The content of a disk in use is not what its record ends with, by its times, which this describes. Most likely a backup was put in its
     /// place, or its file system was rolled back: its replicas may be newer.
     OtherContent(String),
+    /// It was a replica meanwhile, to which dsync has written.
+    AsReplica,
     /// Any other reason, in words.
     Told(String),
 }
@@ -28,6 +30,7 @@ impl fmt::Display for Gap {
             Gap::Damaged => f.write_str("a part of the history is damaged"),
             Gap::Resized => f.write_str("the disk was resized"),
             Gap::OtherContent(times) => write!(f, "its content is not what was recorded last: {times}"),
+            Gap::AsReplica => f.write_str("dsync wrote to it as a replica"),
             Gap::Told(why) => f.write_str(why),
         }
     }

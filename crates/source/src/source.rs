@@ -1105,7 +1105,9 @@ fn refuse_used(path: &Path, options: &SourceOptions) -> Result<(), SourceError> 
     if !options.read_only {
         return Err(SourceError::Busy { path: path.to_path_buf(), holder: user });
     }
+    let is_recorded = options.told.as_ref().is_some_and(|told| told.recorded().is_some());
     let why = match rustix::process::geteuid().is_root() {
+        _ if is_recorded => "may change while it is read: unmount it, or mount it read-only",
         true => {
             "may change while it is read: track it with \"dsync track add\", mount it read-only or copy a snapshot"
         }

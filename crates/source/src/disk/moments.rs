@@ -124,7 +124,7 @@ struct ImageTimes {
 const IN_MEMORY_NS: i64 = 24 * 3600 * 1_000_000_000;
 
 impl ImageTimes {
-    /// Those of the file at a path; `None` if there is none.
+    /// When the file at a path was written to; `None` if there is none.
     fn of(path: &Path) -> Option<ImageTimes> {
         let mtime_ns = device::identity(path).ok().filter(|found| found.kind == DiskKind::File)?.mtime_ns;
         Some(ImageTimes { mtime_ns, boot: Boot::of(&[path]).id })

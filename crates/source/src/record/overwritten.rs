@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use device::{Dir, FolderLock, Storage};
 
 use crate::SourceError;
-use crate::record::stamp::{AS_REPLICA, ImageStamp};
+use crate::record::stamp::ImageStamp;
 use crate::record::state::{SourceMetadata, StateDir};
 
 /// Notes that dsync is about to write to the disk at `path` as to a replica. What the sources that are stored there have recorded does not hold
@@ -26,7 +26,7 @@ pub fn overwritten(state: &StateDir, path: &Path) -> Result<(), SourceError> {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path: about.path, holder }),
         };
-        ImageStamp::outdate(&folder, AS_REPLICA)?;
+        ImageStamp::overwritten(&folder)?;
         drop(lock);
     }
     Ok(())

@@ -72,7 +72,7 @@ pub(crate) struct ImageStamp {
     pub durable: i64,
     /// It was served once: it is a disk in use, and no dump that is made anew now and then.
     pub served: bool,
-    /// The same, as it is tracked by clones.
+    /// It is tracked by clones, which makes it a disk in use as well.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cloned: bool,
 }
@@ -125,9 +125,6 @@ const SET_BACK: &str = "the image was reset to an earlier state, from before its
 /// The loss if something else is at the path now.
 pub(crate) const REPLACED: &str = "another file or device is in its place";
 
-/// The loss after dsync itself has written to a disk, which was a replica then.
-pub(crate) const AS_REPLICA: &str = "dsync wrote to it as a replica";
-
 /// The result of checking a stamp.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StampVerdict {
@@ -168,13 +165,14 @@ impl ImageStamp {
         gone.map_err(SourceError::state("remove a stamp in", folder.path()))
     }
 
-    /// Whatever its user says of the disk, its record does not hold any more. Durable on return.
-    pub(crate) fn outdate(folder: &dyn Folder, why: &str) -> Result<(), SourceError> {
+    /// Notes that dsync writes to the disk as to a replica: its record does not hold any more, and what is in its place is no backup. Durable on
+    /// return.
+    pub(crate) fn overwritten(folder: &dyn Folder) -> Result<(), SourceError> {
         match ImageStamp::read(folder)? {
-            Some(stamp) if matches!(stamp.lost, None | Some(Gap::OtherContent(_))) => {
-                ImageStamp { lost: Some(why.into()), ..stamp }.write(folder)
+            Some(stamp) if stamp.lost != Some(Gap::AsReplica) => {
+                ImageStamp { lost: Some(Gap::AsReplica), ..stamp }.write(folder)
             }
-            // It says so, or there is none to be trusted.
+            // There is none to be trusted.
             _ => Ok(()),
         }
     }
@@ -194,7 +192,8 @@ impl ImageStamp {
     /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
     /// was written to last through its server, in nanoseconds since 1970. Of a device nothing tells.
     pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64) -> Option<Gap> {
-        if !self.is_in_use() || now.is_block() {
+        // What dsync has put in its place itself is known.
+        if !self.is_in_use() || now.is_block() || self.lost == Some(Gap::AsReplica) {
             return None;
         }
         let then = &self.identity;
@@ -438,6 +437,8 @@ mod tests {
                 // Whether or not its changes are known.
                 let lost = Some(Gap::Damaged);
                 assert!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0).is_some());
+                let lost = Some(Gap::AsReplica);
+                assert_eq!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
                 // A dump.
                 assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
             }
