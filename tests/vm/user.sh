@@ -160,7 +160,7 @@ dmsetup create slow --table "$(table 0)"
 add="dsync track add"
 says "a device that does not exist" "/dev/none" $add /dev/none
 says "a file of a network file system" "dsync serve" $add /etc/hostname
-says "an ordinary user" "sudo.*--method compare" setpriv --reuid 65534 --clear-groups $add /dev/vda
+says "an ordinary user" "sudo.*--method compare" env DSYNC_STATE_DIR=/tmp/of-nobody setpriv --reuid 65534 --clear-groups $add /dev/vda
 mount -t tmpfs none /sys/kernel/btf
 says "a kernel without BTF" "dsync serve.*--method compare" $add /dev/vda
 umount /sys/kernel/btf
