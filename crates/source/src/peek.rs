@@ -22,7 +22,7 @@ use crate::{Gap, SourceError};
 /// # Errors
 /// If its state cannot be read, or its server or its tracker fails.
 pub fn lost(place: &Path, about: &SourceMetadata, history: &History) -> Result<Option<Gap>, SourceError> {
-    if let Some(client) = ControlClient::connect(place)? {
+    if let Some(client) = ControlClient::connect_to_look(place)? {
         return Ok(client.status(history)?.lost);
     }
     match trackers::find(&about.path)? {
@@ -134,7 +134,7 @@ fn recorded_since(
     history: &History,
     into: &Bitmap,
 ) -> Result<Option<Option<Gap>>, SourceError> {
-    if let Some(client) = ControlClient::connect(place)? {
+    if let Some(client) = ControlClient::connect_to_look(place)? {
         let lost = client.status(history)?.lost;
         if lost.is_none() {
             client.dirty(into)?;

@@ -300,7 +300,8 @@ impl SourceStatus {
             moment.as_ref().is_some_and(|moment| moment.elsewhere) || device::is_export(&about.path);
         let disk = |file| source::disk_in(file, about.format).map_or(about.identity.size, |disk| disk.size);
         let size = found.map(disk).or(elsewhere.then_some(about.identity.size));
-        let served = ControlClient::connect(place)?.map(|client| client.status(history)).transpose()?;
+        let served =
+            ControlClient::connect_to_look(place)?.map(|client| client.status(history)).transpose()?;
         let block_size = about.block_size;
         // The server has its disk open, wherever the path leads now.
         let served_size = served.as_ref().map(|served| served.size).filter(|size| *size > 0);

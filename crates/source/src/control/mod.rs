@@ -601,6 +601,8 @@ pub(crate) struct ServedBatch {
 /// A connection to the server of a source.
 pub struct ControlClient {
     socket: Arc<UnixStream>,
+    /// It does not wait for a server that hangs.
+    only_looks: bool,
 }
 
 impl ControlClient {
@@ -611,12 +613,22 @@ impl ControlClient {
             UnixStream::connect(path)
         };
         match connect() {
-            Ok(socket) => Ok(Some(ControlClient { socket: Arc::new(socket) })),
+            Ok(socket) => Ok(Some(ControlClient { socket: Arc::new(socket), only_looks: false })),
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
                 Ok(None)
             }
             Err(e) => Err(SourceError::state("reach the server through", folder)(e)),
         }
+    }
+
+    /// A connection for one who only looks, as a monitor: what a server answers at once is not waited for longer than ten seconds. A sync waits, as a
+    /// disk may take its time.
+    ///
+    /// # Errors
+    /// As [`ControlClient::connect`].
+    pub fn connect_to_look(folder: &Path) -> Result<Option<ControlClient>, SourceError> {
+        let connected = ControlClient::connect(folder)?;
+        Ok(connected.map(|client| ControlClient { only_looks: true, ..client }))
     }
 
     /// A connection to a source that this process holds.
@@ -629,7 +641,7 @@ impl ControlClient {
         };
         let thread = std::thread::Builder::new().name("control".into()).spawn(answering);
         thread.map_err(SourceError::state("start a thread for", Path::new("a conversation")))?;
-        Ok(ControlClient { socket: Arc::new(ours) })
+        Ok(ControlClient { socket: Arc::new(ours), only_looks: false })
     }
 
     fn ask(&self, ask: &Request) -> Result<Received<Response>, SourceError> {
@@ -641,12 +653,11 @@ impl ControlClient {
         self.hear()
     }
 
-    /// Asks what a server answers at once, whatever else it does. One that has not answered in time hangs, and its connection is of no more use.
+    /// Asks what a server answers at once, whatever else it does. Who only looks is told that one hangs which has not answered in time; the connection
+    /// is of no more use then.
     fn look(&self, ask: &Request) -> Result<Received<Response>, SourceError> {
-        self.socket.set_read_timeout(Some(ANSWERS_WITHIN)).map_err(gone)?;
-        let answer = self.ask(ask)?;
-        self.socket.set_read_timeout(None).map_err(gone)?;
-        Ok(answer)
+        self.socket.set_read_timeout(self.only_looks.then_some(ANSWERS_WITHIN)).map_err(gone)?;
+        self.ask(ask)
     }
 
     /// The next answer.
