@@ -42,7 +42,7 @@ fn moments(listed: &Value) -> Vec<(u64, u64)> {
 }
 
 /// Three epochs, then a disaster that is synced. Each epoch is gone back to, and the disaster itself.
-fn disaster(mut scene: Scene, place: &Place<'_>, options: &[&str]) {
+fn disaster(scene: &mut Scene, place: &Place<'_>, options: &[&str]) {
     let keep = [&["--keep", "24h/10m,7d/1h", "--keep-last", "9"], options].concat();
     let sync = |scene: &Scene, options: &[&str]| {
         let summary = (place.sync)(scene, options).ok().summary();
@@ -51,11 +51,11 @@ fn disaster(mut scene: Scene, place: &Place<'_>, options: &[&str]) {
         image::copy(&scene.image, &copy);
         (epoch, copy)
     };
-    let mut epochs = vec![sync(&scene, &keep)];
+    let mut epochs = vec![sync(scene, &keep)];
     for _ in 0..2 {
         scene.change(100);
         // What is kept is remembered.
-        epochs.push(sync(&scene, options));
+        epochs.push(sync(scene, options));
         // Times are told by the second.
         std::thread::sleep(Duration::from_millis(1100));
     }
@@ -64,49 +64,53 @@ fn disaster(mut scene: Scene, place: &Place<'_>, options: &[&str]) {
         client.write(at, &scene.random.bytes(MIB as usize)).expect("a write");
     }
     client.close().expect("the end");
-    epochs.push(sync(&scene, options));
+    epochs.push(sync(scene, options));
     assert_holds(&place.replica, &epochs[3].1);
 
-    let listed = (place.rewind)(&scene, &[]).ok().summary();
+    let listed = (place.rewind)(scene, &[]).ok().summary();
     let kept = moments(&listed);
     let numbers: Vec<u64> = kept.iter().map(|(epoch, _)| *epoch).collect();
     assert_eq!(numbers, [epochs[2].0, epochs[1].0, epochs[0].0]);
     // By its epoch, and by its time; looking changes nothing.
     let last = epochs[2].0.to_string();
-    (place.rewind)(&scene, &["--to", &last, "-n"]).ok();
+    (place.rewind)(scene, &["--to", &last, "-n"]).ok();
     assert_holds(&place.replica, &epochs[3].1);
-    let rewound = (place.rewind)(&scene, &["--to", &last]).ok().summary();
+    let rewound = (place.rewind)(scene, &["--to", &last]).ok().summary();
     assert_eq!((number(&rewound, "epoch"), number(&rewound, "at")), kept[0]);
     assert_holds(&place.replica, &epochs[2].1);
     let then = Run::new("date").args(["-u", "-d", &format!("@{}", kept[1].1), "+%F %T"]).ok().stdout;
     let then = String::from_utf8(then).expect("a date");
-    let rewound = (place.rewind)(&scene, &["--to", then.trim()]).ok().summary();
+    let rewound = (place.rewind)(scene, &["--to", then.trim()]).ok().summary();
     assert_eq!(number(&rewound, "epoch"), epochs[1].0);
     assert_holds(&place.replica, &epochs[1].1);
     // Forth again, and back to the first.
     for at in [3, 0] {
-        (place.rewind)(&scene, &["--to", &epochs[at].0.to_string()]).ok();
+        (place.rewind)(scene, &["--to", &epochs[at].0.to_string()]).ok();
         assert_holds(&place.replica, &epochs[at].1);
     }
-    (place.rewind)(&scene, &["--to", "77"]).code(4).says(&["epoch 77"]);
-    (place.rewind)(&scene, &["--to", "tomorrow"]).code(2).says(&["tomorrow", "10 minutes ago"]);
+    (place.rewind)(scene, &["--to", "77"]).code(4).says(&["epoch 77"]);
+    (place.rewind)(scene, &["--to", "tomorrow"]).code(2).says(&["tomorrow", "10 minutes ago"]);
     // The source goes on from that epoch, by what was written down since.
-    let summary = (place.sync)(&scene, options).ok().summary();
+    let summary = (place.sync)(scene, options).ok().summary();
     assert_eq!(summary["trust"], "tracked", "{summary}");
     assert_holds(&place.replica, &epochs[3].1);
 }
 
 #[test]
 fn a_disaster_is_taken_back() {
-    let scene = Scene::in_memory("past of a file", SIZE);
+    let mut scene = Scene::in_memory("past of a file", SIZE);
     let replica = scene.replica.clone();
     let rewind = |scene: &Scene, args: &[&str]| rewind_here(scene, &scene.replica, args);
-    disaster(scene, &Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind }, &[]);
+    disaster(
+        &mut scene,
+        &Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind },
+        &[],
+    );
 }
 
 #[test]
 fn a_disaster_is_taken_back_at_another_host() {
-    let scene = Scene::in_memory("past at another host", SIZE);
+    let mut scene = Scene::in_memory("past at another host", SIZE);
     let far = Far::new(env!("CARGO_BIN_EXE_rsh"));
     let rewind =
         |_: &Scene, args: &[&str]| far.site.dsync(["rewind", "--json"]).arg(far.replica()).args(args);
@@ -115,7 +119,7 @@ fn a_disaster_is_taken_back_at_another_host() {
         sync: &|scene, options| far.sync(scene, options, None),
         rewind: &rewind,
     };
-    disaster(scene, &place, &["--compress"]);
+    disaster(&mut scene, &place, &["--compress"]);
 }
 
 #[test]
@@ -131,7 +135,11 @@ fn a_disaster_is_taken_back_on_a_device() {
     scene.replica = device.device().to_path_buf();
     let replica = scene.replica.clone();
     let rewind = |scene: &Scene, args: &[&str]| rewind_here(scene, &scene.replica, args);
-    disaster(scene, &Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind }, &[]);
+    disaster(
+        &mut scene,
+        &Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind },
+        &[],
+    );
 }
 
 #[test]
@@ -150,7 +158,7 @@ fn a_disaster_is_taken_back_by_reflinks() {
     let replica = scene.replica.clone();
     let rewind = |scene: &Scene, args: &[&str]| rewind_here(scene, &scene.replica, args);
     let place = Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind };
-    disaster(scene, &place, &["--commit", "reflink"]);
+    disaster(&mut scene, &place, &["--commit", "reflink"]);
 }
 
 /// The past gives way to the replica: on a full file system the oldest moments go, and the sync succeeds.

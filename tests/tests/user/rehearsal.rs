@@ -88,24 +88,24 @@ fn waits_to_warn(server: &mut Server, words: &str) {
 }
 
 /// Everything that goes on beneath a reader, and what it sees.
-fn beside(mut scene: Scene, commit: &[&str]) {
+fn beside(scene: &mut Scene, commit: &[&str]) {
     let mut random = Random::new("reading");
     scene.sync(commit).ok();
-    let name = export(&scene);
+    let name = export(scene);
     let saved = scene.site.path("read.raw");
     let mut expected = std::fs::read(&scene.image).expect("the source");
     // At an epoch.
-    let still = rehearse(&scene, "now", &[]);
+    let still = rehearse(scene, "now", &[]);
     let mut client = still.client(&name);
     assert!(read(&mut client, &mut random) == expected, "the moment at which it was opened");
     scene.change(500);
     scene.sync(commit).ok();
     assert!(read(&mut client, &mut random) == expected, "after a sync");
     // Within epochs, beneath a mirror with a load.
-    let running = mirror(&scene, &["--rpo", "200ms"]);
+    let running = mirror(scene, &["--rpo", "200ms"]);
     let load = Records::start(&scene.server().address(), "vm", None, 100);
     load.wait_for(200);
-    let moving = rehearse(&scene, "now", &[]);
+    let moving = rehearse(scene, "now", &[]);
     let mut other = moving.client(&name);
     let moment = read(&mut other, &mut random);
     std::fs::write(&saved, &moment).expect("a copy");
@@ -122,7 +122,7 @@ fn beside(mut scene: Scene, commit: &[&str]) {
     assert!(read(&mut other, &mut random) == moment, "after the mirror was killed");
     scene.site.dsync(["recover"]).arg(&scene.replica).ok();
     assert!(read(&mut other, &mut random) == moment, "after what it left was completed");
-    let running = mirror(&scene, &[]);
+    let running = mirror(scene, &[]);
     let last = load.stop();
     stop(running);
     assert!(last >= had);
@@ -147,7 +147,7 @@ fn beside(mut scene: Scene, commit: &[&str]) {
     moving.kill();
     scene.change(200);
     scene.sync(commit).ok();
-    let left = state_of(&scene);
+    let left = state_of(scene);
     assert!(!left.iter().any(|name| name.starts_with("view-") || name.starts_with("undo")), "{left:?}");
     expected.clear();
     scene.stop();
@@ -192,7 +192,7 @@ fn a_replica_that_nobody_may_write_beside_is_rehearsed() {
 
 #[test]
 fn a_moment_stays_as_it_is_beneath_everything() {
-    beside(Scene::in_memory("rehearsal of a file", SIZE), &[]);
+    beside(&mut Scene::in_memory("rehearsal of a file", SIZE), &[]);
 }
 
 #[test]
@@ -206,7 +206,7 @@ fn a_moment_of_a_device_stays_as_it_is() {
         return skipped(what, "no loop device can be made here");
     };
     scene.replica = device.device().to_path_buf();
-    beside(scene, &[]);
+    beside(&mut scene, &[]);
 }
 
 #[test]
@@ -222,7 +222,7 @@ fn a_moment_stays_as_it_is_where_files_are_replaced() {
         return skipped(what, "XFS cannot be mounted from a loop device here");
     };
     scene.replica = mount.join("vm.raw");
-    beside(scene, &["--commit", "reflink"]);
+    beside(&mut scene, &["--commit", "reflink"]);
 }
 
 #[test]
