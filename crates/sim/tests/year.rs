@@ -70,7 +70,7 @@ fn a_year_of_syncs_costs_what_a_week_does() {
     let mut random = Random::new("a year of syncs");
     let cell = Cell { origin: Origin::File, target: Target::File, way: Way::Local, commit: Commit::Journal };
     let mut world = World::new(cell, &mut random, scratch.path());
-    let all = number("DSYNC_ROUNDS").unwrap_or(rounds(800, YEAR)).max(40);
+    let all = number("DSYNC_ROUNDS").unwrap_or(rounds(1200, YEAR)).max(40);
     // Moments are kept for a day and a week: their number is the same from the second span on.
     let span = WEEK.min(all / 8);
     let keep = match all < 8 * WEEK {
