@@ -46,15 +46,15 @@ pub fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests lie in the repository")
 }
 
-/// Waits until that is so; fails the test after three minutes.
+/// Waits until that is so; fails the test after five minutes.
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let limit = Instant::now() + Duration::from_secs(180);
+    let limit = Instant::now() + Duration::from_secs(300);
     loop {
         let began = Instant::now();
         if is_so() {
             return;
         }
-        assert!(began < limit, "waited for three minutes: {what}");
+        assert!(began < limit, "waited for five minutes: {what}");
         // Looking may cost more than what is waited for: it takes half of the time at most.
         std::thread::sleep(began.elapsed().max(Duration::from_millis(5)));
     }

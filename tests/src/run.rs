@@ -37,7 +37,7 @@ pub struct Output {
 }
 
 impl Run {
-    /// A command by its name (looked up in root's PATH too) or path. The limit is a minute unless said otherwise.
+    /// A command by its name (looked up in root's PATH too) or path. The limit is three minutes unless said otherwise: disks stand still for one.
     pub fn new(program: impl AsRef<OsStr>) -> Run {
         let program = program.as_ref();
         let found = program.to_str().and_then(crate::find).unwrap_or_else(|| PathBuf::from(program));
@@ -46,7 +46,7 @@ impl Run {
         command.args(["--pdeathsig", "KILL", "--"]).arg(found);
         command.env("LC_ALL", "C");
         command.env("PATH", std::env::join_paths(crate::search_path()).expect("PATH"));
-        Run { command, input: None, stdin: None, limit: Duration::from_secs(60) }
+        Run { command, input: None, stdin: None, limit: Duration::from_secs(180) }
     }
 
     /// A line for `/bin/sh`.
