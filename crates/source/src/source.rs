@@ -455,7 +455,10 @@ impl Source {
         let stamp = ImageStamp::read(folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         let missing = Self::missing(folder, stamp.as_ref(), last.map_or(0, |last| last.number))?;
-        let lost = moments::elsewhere(folder, last, &identity.path)?.or(missing.map(Gap::from));
+        let elsewhere = moments::elsewhere(folder, last, &identity.path)?;
+        // Then the stamp is not of the file at the path.
+        let is_elsewhere = elsewhere.is_some() || backing.elsewhere().is_some();
+        let lost = elsewhere.or(missing.map(Gap::from));
         let boot = backing.boot();
         let verdict = match (lost, &stamp) {
             (Some(why), _) => StampVerdict::Lost(why),
@@ -464,7 +467,7 @@ impl Source {
         };
         // Which content it is, is another question than what is known of its changes.
         let verdict = match (verdict, stamp) {
-            (StampVerdict::Lost(why), Some(stamp)) if backing.elsewhere().is_none() => {
+            (StampVerdict::Lost(why), Some(stamp)) if !is_elsewhere => {
                 StampVerdict::Lost(stamp.other(identity, &boot, served.last()).unwrap_or(why))
             }
             (verdict, _) => verdict,

@@ -197,6 +197,10 @@ impl ImageStamp {
             return None;
         }
         let then = &self.identity;
+        // Its last moment was read elsewhere, and of the file nothing is recorded here.
+        if then.kind == DiskKind::Export {
+            return None;
+        }
         let moved = (then.kind, then.ino) != (now.kind, now.ino);
         let (recorded, older) = match self.clean {
             true => (then.mtime_ns, now.mtime_ns < then.mtime_ns || now.ctime_ns < then.ctime_ns),
@@ -439,6 +443,9 @@ mod tests {
                 assert!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0).is_some());
                 let lost = Some(Gap::AsReplica);
                 assert_eq!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
+                // Read from an export meanwhile.
+                let export = Identity { kind: DiskKind::Export, ..then.clone() };
+                assert_eq!(other(&export), None);
                 // A dump.
                 assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
             }
