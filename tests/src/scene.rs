@@ -47,7 +47,7 @@ impl Scene {
         Scene::at(Site::new(), what, size)
     }
 
-    /// The same in memory, for tests of what no disk has a part in: it waits for none.
+    /// A new scene in memory, for tests in which disks play no part: it waits for none.
     pub fn in_memory(what: &str, size: u64) -> Scene {
         Scene::at(Site::in_memory(), what, size)
     }
@@ -72,7 +72,7 @@ impl Scene {
         Scene::new(what, size).brought_up()
     }
 
-    /// The same in memory.
+    /// A synced scene in memory.
     pub fn synced_in_memory(what: &str, size: u64) -> Scene {
         Scene::in_memory(what, size).brought_up()
     }
