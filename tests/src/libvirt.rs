@@ -22,10 +22,8 @@ const FOLDERS: [(&str, &str); 4] = [
 /// Where libvirt keeps what it has found of the machine's QEMU, which takes seconds. It is kept from test to test.
 const CACHE: &str = "/var/cache/libvirt";
 
-/// What QEMU needs here: the user of the tests, and no service beside libvirtd.
-const QEMU: &str = r#"user = "root"
-group = "root"
-dynamic_ownership = 0
+/// What QEMU needs here beside its user: no service but libvirtd.
+const QEMU: &str = r#"dynamic_ownership = 0
 remember_owner = 0
 security_driver = "none"
 namespaces = []
@@ -68,6 +66,11 @@ impl Libvirt {
 
     /// Starts the daemon. Ask [`Libvirt::possible`] first; call it from the test's own thread, as [`Run::start`].
     pub fn start() -> Libvirt {
+        Libvirt::start_as("root", "root")
+    }
+
+    /// Starts it with a QEMU that runs as this user and group. It opens only images that they may open.
+    pub fn start_as(user: &str, group: &str) -> Libvirt {
         let folder = testing::temporary();
         let at = folder.path();
         let mut inside = String::from("set -e\n");
@@ -79,7 +82,8 @@ impl Libvirt {
             inside.push_str(&format!("mount --bind {} {place}\n", own.display()));
         }
         fs::create_dir(at.join("sock")).expect("a folder");
-        fs::write(at.join("etc/qemu.conf"), QEMU).expect("qemu.conf");
+        let owner = format!("user = \"{user}\"\ngroup = \"{group}\"\n");
+        fs::write(at.join("etc/qemu.conf"), owner + QEMU).expect("qemu.conf");
         let settings = format!(
             "unix_sock_dir = \"{0}/sock\"\nunix_sock_group = \"root\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n\
              log_outputs = \"2:file:{0}/libvirtd.log\"\nhost_uuid = \"2e8f1a54-90c3-4d6b-8a17-5c0e9d3b7f21\"\n",

@@ -395,6 +395,19 @@ pub(crate) enum Command {
         all of it.")]
     Promote(Promote),
 
+    /// Boot a VM from its replicas, without its networks, and throw away what it writes
+    #[command(after_help = "Examples:\n  \
+        dsync rehearse vm:web1 /srv/vms\n      \
+        web1-rehearsal runs until Ctrl-C, or a shutdown in it\n  \
+        dsync rehearse vm:web1@7 /srv/vms\n      \
+        as it was at a kept moment: see \"dsync rewind --group\"\n  \
+        dsync rehearse vm:web1 /srv/vms --for 5m --check /etc/dsync/web1-answers\n      \
+        exit code 0 if that command succeeds within five minutes\n\n\
+        Runs on the host of the replicas of \"dsync sync vm:NAME\", which needs libvirt and QEMU. Syncs to them \
+        go on beneath. Networks, devices of the host, shared folders and disks that were not copied are left \
+        out, and the VM gets another name and UUID.")]
+    Rehearse(Rehearse),
+
     /// Make a source a replica, of the one that was or will be promoted
     #[command(after_help = "Examples:\n  \
         dsync demote /srv/vm.raw far:/srv/vm.raw\n      \
@@ -1504,6 +1517,28 @@ pub(crate) struct Promote {
     pub journal_dir: Option<PathBuf>,
 }
 
+/// `rehearse`.
+#[derive(Debug, Args)]
+pub(crate) struct Rehearse {
+    /// The VM, by the name under which it was synced; with @EPOCH, @TIME or @AGE as it was at a kept moment
+    #[arg(value_name = "vm:NAME[@MOMENT]")]
+    pub source: String,
+    /// The folder of its replicas
+    #[arg(value_name = "DIR")]
+    pub destination: PathBuf,
+    /// Run a command once the VM runs, with its name in DSYNC_VM, and end with its result: 0 if it succeeds, else 1
+    #[arg(long, value_name = "COMMAND")]
+    pub check: Option<String>,
+    /// End after this time; a --check that has not ended by then has failed
+    #[arg(long = "for", value_name = "TIME", value_parser = parse_time)]
+    pub lasts: Option<Duration>,
+    /// Folder of the scratch files, to which the VM writes [default: those of the replicas' state]
+    #[arg(long, value_name = "DIR")]
+    pub overlay: Option<PathBuf>,
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
 /// `demote`.
 #[derive(Debug, Args)]
 pub(crate) struct Demote {
@@ -1621,6 +1656,7 @@ impl Command {
             Command::Mirror(args) => &args.run.on_failure,
             Command::Verify(args) => &args.run.on_failure,
             Command::Serve(args) => &args.run.on_failure,
+            Command::Rehearse(args) => &args.run.on_failure,
             Command::Receive(args) => &args.listen.on_failure,
             Command::Send(args) => &args.listen.on_failure,
             _ => return None,

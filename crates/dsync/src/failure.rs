@@ -54,6 +54,11 @@ impl Failure {
     pub(crate) fn refused(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: REFUSED }
     }
+
+    /// A signal came before the end.
+    pub(crate) fn interrupted(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), code: INTERRUPTED }
+    }
 }
 
 impl fmt::Display for Failure {

@@ -32,6 +32,7 @@ use commands::{
 use failure::Failure;
 use jobs::steering::Steering;
 use jobs::{hook, job, named_job};
+use machine::rehearse;
 use output::Output;
 use reach::{far_side, key};
 use status::{job_copies, monitor, table, watch};
@@ -129,7 +130,7 @@ fn paper_names(words: Vec<OsString>) -> Result<Vec<OsString>, String> {
 fn run(cli: &Cli, output: &Output) -> Result<u8> {
     let state = StateDir::find(cli.state_dir.as_deref());
     let interrupted = match cli.command {
-        Command::Serve(_) | Command::Demo(_) | Command::Mirror(_) => None,
+        Command::Serve(_) | Command::Demo(_) | Command::Mirror(_) | Command::Rehearse(_) => None,
         Command::Receive(ref args) if args.listens() => None,
         Command::Send(ref args) if args.listens() => None,
         // The near end says it.
@@ -188,6 +189,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Verify(args) => return verify(args, &state, output),
         Command::Recover(args) => status::recover(args, &state, output)?,
         Command::Rewind(args) => until_free(&args.wait, output, || group_rewind::run(args, &state, output))?,
+        Command::Rehearse(args) => until_free(&args.run.wait, output, || rehearse(args, &state, output))?,
         Command::Promote(args) => until_free(&args.wait, output, || promote(args, &state, output))?,
         Command::Demote(args) => {
             let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;

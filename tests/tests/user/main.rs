@@ -24,6 +24,7 @@ mod kills;
 mod limits;
 mod live;
 mod machine;
+mod machine_rehearsal;
 mod matrix;
 mod metrics;
 mod mirror;

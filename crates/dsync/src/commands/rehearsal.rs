@@ -40,14 +40,28 @@ pub(crate) fn group_parts(group: &str) -> Option<(PathBuf, String)> {
     (!dir.is_empty() && !moment.is_empty()).then(|| (PathBuf::from(dir), moment.to_owned()))
 }
 
+/// What clients of a rehearsal may write.
+#[derive(Clone, Copy)]
+pub(crate) enum Writes<'a> {
+    Refused,
+    /// To a scratch file in this folder, or else in that of the replica's state.
+    Scratch(Option<&'a Path>),
+}
+
+impl args::Serve {
+    pub(crate) fn writes(&self) -> Writes<'_> {
+        if self.writable { Writes::Scratch(self.overlay.as_deref()) } else { Writes::Refused }
+    }
+}
+
 /// Opens the replicas of a group at one moment, with the paths that they have in their folder.
 pub(crate) fn open_group(
     dir: &Path,
     moment: &str,
-    args: &args::Serve,
+    writes: Writes<'_>,
     state: &StateDir,
 ) -> Result<Vec<(PathBuf, Rehearsal)>> {
-    let options = opening(args, state);
+    let options = opening(writes, state);
     let (dir, name) = replica::find_group(dir)?;
     let moment = match moment {
         NOW => None,
@@ -58,29 +72,32 @@ pub(crate) fn open_group(
         }
     };
     let wanted = WantedGroup { dir: &dir, name: &name, moment: moment.as_ref(), only: None };
-    rehearsed(wanted, args, &options)
+    rehearsed(wanted, writes, &options)
 }
 
 /// How replicas are opened that are shown. What a reader needs goes to the folder of the scratch file where nothing can be written beside a
 /// replica.
-fn opening(args: &args::Serve, state: &StateDir) -> ReplicaOptions {
-    let scratch = args.overlay.clone().unwrap_or_else(|| state.path().to_path_buf());
-    ReplicaOptions { scratch: Some(scratch), ..sync::open_options(None, state) }
+fn opening(writes: Writes<'_>, state: &StateDir) -> ReplicaOptions {
+    let scratch = match writes {
+        Writes::Scratch(Some(folder)) => folder,
+        _ => state.path(),
+    };
+    ReplicaOptions { scratch: Some(scratch.to_path_buf()), ..sync::open_options(None, state) }
 }
 
 fn rehearsed(
     wanted: WantedGroup<'_>,
-    args: &args::Serve,
+    writes: Writes<'_>,
     options: &ReplicaOptions,
 ) -> Result<Vec<(PathBuf, Rehearsal)>> {
     let views = replica::view_together(wanted, options)?;
-    views.into_iter().map(|(path, view)| Ok((path, Rehearsal::of(view, args)?))).collect()
+    views.into_iter().map(|(path, view)| Ok((path, Rehearsal::of(view, writes)?))).collect()
 }
 
 /// Opens those of several replicas that are of one group, and are asked for at the present moment: all at one. Each with its name among
 /// the arguments.
 pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<(PathBuf, Rehearsal)>> {
-    let options = opening(args, state);
+    let options = opening(args.writes(), state);
     let mut groups: BTreeMap<PathBuf, (String, Vec<(PathBuf, PathBuf)>)> = BTreeMap::new();
     for image in &args.images {
         let Some((path, _)) = parts(image).filter(|(_, moment)| moment == NOW) else { continue };
@@ -96,7 +113,7 @@ pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<
         let only: Vec<PathBuf> = members.iter().map(|(at, _)| at.clone()).collect();
         let dir = folder.parent().unwrap_or(Path::new("/"));
         let wanted = WantedGroup { dir, name, moment: None, only: Some(&only) };
-        for (path, rehearsal) in rehearsed(wanted, args, &options)? {
+        for (path, rehearsal) in rehearsed(wanted, args.writes(), &options)? {
             let at = std::fs::canonicalize(&path).unwrap_or(path);
             let image = members.iter().find(|(member, _)| *member == at).map(|(_, image)| image.clone());
             all.extend(image.map(|image| (image, rehearsal)));
@@ -119,7 +136,7 @@ impl Rehearsal {
     /// Opens a moment of the replica at a path.
     pub(crate) fn open(path: &Path, moment: &str, args: &args::Serve, state: &StateDir) -> Result<Rehearsal> {
         let path = device::absolute(path)?;
-        let mut options = opening(args, state);
+        let mut options = opening(args.writes(), state);
         if replica::inspect(&path, &options)?.is_none() {
             options.folder = sync::known_replicas(state).folder_of(&path).unwrap_or_default();
             if options.folder.is_none() {
@@ -137,15 +154,15 @@ impl Rehearsal {
             };
             Ok(MomentView::open(&path, &options, to)?)
         })();
-        Rehearsal::of(view.map_err(|error| of_a_source(error, &path))?, args)
+        Rehearsal::of(view.map_err(|error| of_a_source(error, &path))?, args.writes())
     }
 
     /// A rehearsal over a replica that was opened at a moment.
-    fn of(view: MomentView, args: &args::Serve) -> Result<Rehearsal> {
+    fn of(view: MomentView, writes: Writes<'_>) -> Result<Rehearsal> {
         let view = Arc::new(view);
-        let overlay = match (args.writable, &args.overlay) {
-            (false, _) => None,
-            (true, folder) => Some(Arc::new(overlay(&view, folder.as_deref())?)),
+        let overlay = match writes {
+            Writes::Refused => None,
+            Writes::Scratch(folder) => Some(Arc::new(overlay(&view, folder)?)),
         };
         Ok(Rehearsal { view, overlay, told: Arc::default() })
     }
@@ -180,9 +197,19 @@ impl Rehearsal {
         format!("{}, {}, {writes}", units::size(self.view.len()), self.moment())
     }
 
+    /// When the replica came to this, in seconds since 1970.
+    pub(crate) fn at(&self) -> Option<u64> {
+        self.view.at()
+    }
+
+    /// Bytes that the scratch file takes.
+    pub(crate) fn taken(&self) -> u64 {
+        self.overlay.as_ref().and_then(|overlay| overlay.taken().ok()).unwrap_or(0)
+    }
+
     /// Says what it takes, for "dsync status".
     fn tell(&self) {
-        let taken = self.overlay.as_ref().and_then(|overlay| overlay.taken().ok()).unwrap_or(0);
+        let taken = self.taken();
         if self.told.swap(taken, SeqCst) != taken {
             self.view.tell(taken);
         }

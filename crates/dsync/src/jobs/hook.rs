@@ -39,14 +39,14 @@ pub(crate) struct Hook {
     command: String,
     limit: Duration,
     environment: [(&'static str, String); 2],
-    running: Mutex<Option<Running>>,
+    running: Mutex<Option<UserCommand>>,
     /// Waits for the end of the command of the sync before.
     ending: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// A command that runs, in a process group of its own.
 #[derive(Debug)]
-struct Running {
+pub(crate) struct UserCommand {
     child: Child,
     stdin: Option<ChildStdin>,
     /// Gets a word for each line "ready", and is closed with the command's output.
@@ -54,8 +54,12 @@ struct Running {
     said: Arc<Mutex<Vec<u8>>>,
 }
 
-impl Running {
-    fn start(command: &str, environment: &[(&'static str, String)]) -> std::io::Result<Running> {
+impl UserCommand {
+    /// Starts it by the shell.
+    pub(crate) fn start(
+        command: &str,
+        environment: &[(&'static str, String)],
+    ) -> std::io::Result<UserCommand> {
         let mut shell = Command::new("/bin/sh");
         shell.args(["-c", command]).envs(environment.iter().map(|(name, value)| (name, value)));
         shell.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
@@ -67,7 +71,7 @@ impl Running {
             std::thread::Builder::new().name("hook".into()).spawn(move || gather(pipe, &tell, &said))?;
         }
         let stdin = child.stdin.take();
-        Ok(Running { child, stdin, ready, said })
+        Ok(UserCommand { child, stdin, ready, said })
     }
 
     /// Says a word. A command that reads no more is not an error here.
@@ -77,14 +81,19 @@ impl Running {
         }
     }
 
+    /// How it has ended, if it has.
+    pub(crate) fn ended(&mut self) -> Option<ExitStatus> {
+        let status = self.child.try_wait().ok().flatten();
+        // What it printed last may not have been read yet; what it left running may hold the pipes.
+        status.inspect(|_| while self.ready.recv_timeout(LAST_WORDS).is_ok() {})
+    }
+
     /// Waits for its end. `None` if it was killed, because it did not end in time.
-    fn end(&mut self, limit: Duration) -> Option<ExitStatus> {
+    pub(crate) fn end(&mut self, limit: Duration) -> Option<ExitStatus> {
         self.stdin = None;
         let until = Instant::now() + limit;
         while Instant::now() < until {
-            if let Ok(Some(status)) = self.child.try_wait() {
-                // What it printed last may not have been read yet; what it left running may hold the pipes.
-                while self.ready.recv_timeout(LAST_WORDS).is_ok() {}
+            if let Some(status) = self.ended() {
                 return Some(status);
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -95,7 +104,7 @@ impl Running {
     }
 
     /// What it has printed so far, after a colon.
-    fn output(&self) -> String {
+    pub(crate) fn output(&self) -> String {
         let said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         let text = String::from_utf8_lossy(&said).trim().to_owned();
         if text.is_empty() { text } else { format!(": {text}") }
@@ -136,7 +145,7 @@ impl Hook {
         }
     }
 
-    fn running(&self) -> MutexGuard<'_, Option<Running>> {
+    fn running(&self) -> MutexGuard<'_, Option<UserCommand>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -159,7 +168,7 @@ impl Hook {
         *self.ending.lock().unwrap_or_else(PoisonError::into_inner) = ending.ok();
     }
 
-    fn dismiss(&self, mut running: Running, done: bool, output: &Output) {
+    fn dismiss(&self, mut running: UserCommand, done: bool, output: &Output) {
         running.say(if done { "end" } else { "failed" });
         let ended = running.end(self.limit);
         let why = match ended {
@@ -193,7 +202,7 @@ impl CutHook for Hook {
             before.say("failed");
             before.end(self.limit);
         }
-        let mut running = Running::start(&self.command, &self.environment)
+        let mut running = UserCommand::start(&self.command, &self.environment)
             .map_err(|error| fail(format!("cannot be started: {error}")))?;
         running.say("begin");
         match running.ready.recv_timeout(self.limit) {
@@ -235,7 +244,7 @@ pub(crate) fn on_failure(command: &str, code: u8, message: &str, output: &Output
         ("DSYNC_EXIT_CODE", code.to_string()),
         ("DSYNC_MESSAGE", link::printable(&message.replace('\n', ". ")).into_owned()),
     ];
-    let why = match Running::start(command, &environment) {
+    let why = match UserCommand::start(command, &environment) {
         Err(error) => format!("cannot be started: {error}"),
         Ok(mut running) => match running.end(NOTICE_LIMIT) {
             Some(status) if status.success() => return,

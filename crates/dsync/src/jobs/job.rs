@@ -14,7 +14,7 @@ use crate::args::{self, Cli};
 use crate::failure::Failure;
 
 /// What a job may run.
-const COMMANDS: [&str; 6] = ["serve", "sync", "mirror", "verify", "receive", "send"];
+const COMMANDS: [&str; 7] = ["serve", "sync", "mirror", "verify", "rehearse", "receive", "send"];
 
 /// Where jobs are, unless the user says otherwise.
 const FOLDER: &str = "/etc/dsync";
@@ -613,7 +613,7 @@ mod tests {
         wrong("source = a\n", "vm.conf: the command is missing: add \"command = sync\"");
         wrong(
             "\ncommand = run\n",
-            "vm.conf:2: unknown command \"run\": use one of serve, sync, mirror, verify, receive, send",
+            "vm.conf:2: unknown command \"run\": use one of serve, sync, mirror, verify, rehearse, receive, send",
         );
         wrong(
             "command = sync\nsource = a\n",

@@ -3,10 +3,85 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use anyhow::{Context as _, Result};
 use roxmltree::{Document, Node};
 
+use super::carry;
 use super::domain::{child, children};
-use super::virsh::quoted_path;
+use super::virsh::{quoted, quoted_path};
+use crate::failure::Failure;
+use crate::output::Output;
+
+/// Writes the definition that came with the replicas in a folder, which have these names, to a file, with their paths in it.
+///
+/// # Errors
+/// If there is none, and if the file cannot be written.
+pub(crate) fn define(dir: &Path, files: &[String], to: &Path, output: &Output) -> Result<()> {
+    let carried = CarriedFiles::among(files).ok_or_else(|| {
+        Failure::refused(format!(
+            "there is no definition of a VM in {}: --define is for the replicas of \"dsync sync vm:NAME\"",
+            dir.display()
+        ))
+    })?;
+    let definition = dir.join(carried.definition);
+    let failed =
+        |path: &Path| format!("cannot define the VM of {}: {}", definition.display(), path.display());
+    let text = std::fs::read_to_string(&definition).with_context(|| failed(&definition))?;
+    let image = |target: &str| carried.image(target).map(|file| DiskPlace::File(dir.join(file)));
+    let nvram = carried.nvram().map(|file| dir.join(file));
+    let defined = with_images(&text, image, nvram.as_deref())
+        .map_err(|why| anyhow::anyhow!("{} is not the definition of a VM: {why}", definition.display()))?;
+    carry::put(to, defined.text.trim_end().as_bytes()).with_context(|| failed(to))?;
+    for disk in &defined.left {
+        output.warn(&format!(
+            "{disk} is none of the replicas: its path in {} is that of the old host",
+            to.display()
+        ));
+    }
+    output.say(&format!("the VM is defined by {0}, with these disks: \"virsh define {0}\"", to.display()));
+    Ok(())
+}
+
+/// The replicas of a machine, by their names in their folder.
+pub(super) struct CarriedFiles<'a> {
+    files: &'a [String],
+    /// The file of its definition.
+    pub definition: &'a str,
+    /// What the names of all begin with.
+    name: &'a str,
+}
+
+impl<'a> CarriedFiles<'a> {
+    /// Finds the replicas of a machine among files; `None` without a definition.
+    pub(super) fn among(files: &'a [String]) -> Option<CarriedFiles<'a>> {
+        let named = |file: &'a String| Some((file.as_str(), file.strip_suffix(".xml")?));
+        let (definition, name) = files.iter().find_map(named)?;
+        Some(CarriedFiles { files, definition, name })
+    }
+
+    /// The file of the disk with this target.
+    pub(super) fn image(&self, target: &str) -> Option<&'a str> {
+        let is_meant = |file: &&str| {
+            let rest = file.strip_prefix(self.name).and_then(|rest| rest.strip_prefix('-'));
+            let rest = rest.and_then(|rest| rest.strip_prefix(target));
+            rest.is_some_and(|rest| rest.starts_with('.') && rest.ends_with(".img"))
+        };
+        self.files.iter().map(String::as_str).find(is_meant)
+    }
+
+    /// The file of its NVRAM.
+    pub(super) fn nvram(&self) -> Option<&'a str> {
+        let name = format!("{}.nvram", self.name);
+        self.files.iter().map(String::as_str).find(|file| *file == name)
+    }
+}
+
+/// Where a disk in a definition is.
+pub(super) enum DiskPlace<'a> {
+    File(PathBuf),
+    /// An export of the NBD server at this socket.
+    Export(&'a Path, String),
+}
 
 /// A definition with other paths, and the disks that still have their own.
 pub(super) struct Defined {
@@ -14,24 +89,35 @@ pub(super) struct Defined {
     pub left: Vec<String>,
 }
 
-/// Gives each disk the raw image that `image` has for its target, and the VM its NVRAM.
+/// A change to a text: what stands there, and what is to.
+pub(super) type Edit = (Range<usize>, String);
+
+/// Makes changes to a text, none of which overlap.
+pub(super) fn edited(text: &str, mut edits: Vec<Edit>) -> String {
+    let mut text = text.to_owned();
+    edits.sort_by_key(|(range, _)| std::cmp::Reverse(range.start));
+    edits.into_iter().for_each(|(range, new)| text.replace_range(range, &new));
+    text
+}
+
+/// Gives each disk what `image` has for its target, and the VM its NVRAM.
 ///
 /// # Errors
 /// Why the text is not read.
-pub(super) fn with_images(
+pub(super) fn with_images<'a>(
     text: &str,
-    image: impl Fn(&str) -> Option<PathBuf>,
+    image: impl Fn(&str) -> Option<DiskPlace<'a>>,
     nvram: Option<&Path>,
 ) -> Result<Defined, String> {
     let document = Document::parse(text).map_err(|error| error.to_string())?;
     let root = document.root_element();
-    let mut edits: Vec<(Range<usize>, String)> = Vec::new();
+    let mut edits: Vec<Edit> = Vec::new();
     let mut left = Vec::new();
     for disk in child(root, "devices").iter().flat_map(|devices| children(*devices, "disk")) {
         let Some(target) = child(disk, "target") else { continue };
         let name = target.attribute("dev").unwrap_or_default();
         match image(name) {
-            Some(path) => replace(disk, target, &path, &mut edits),
+            Some(shown) => replace(disk, target, &shown, &mut edits),
             None if child(disk, "source").is_some() => left.push(name.to_owned()),
             None => {}
         }
@@ -42,20 +128,30 @@ pub(super) fn with_images(
             None => edits.extend(node.first_child().map(|text| (text.range(), quoted_path(path)))),
         }
     }
-    let mut text = text.to_owned();
-    edits.sort_by_key(|(range, _)| std::cmp::Reverse(range.start));
-    edits.into_iter().for_each(|(range, new)| text.replace_range(range, &new));
-    Ok(Defined { text, left })
+    Ok(Defined { text: edited(text, edits), left })
 }
 
-/// Makes a disk one in a raw file.
-fn replace(disk: Node<'_, '_>, target: Node<'_, '_>, path: &Path, edits: &mut Vec<(Range<usize>, String)>) {
+/// Makes a disk a raw one that is there.
+fn replace(disk: Node<'_, '_>, target: Node<'_, '_>, shown: &DiskPlace<'_>, edits: &mut Vec<Edit>) {
     let before = target.range().start..target.range().start;
-    let source = format!("<source file='{}'/>", quoted_path(path));
+    let (kind_of, source) = match shown {
+        DiskPlace::File(path) => ("file", format!("<source file='{}'/>", quoted_path(path))),
+        DiskPlace::Export(socket, name) => {
+            let host = format!("<host transport='unix' socket='{}'/>", quoted_path(socket));
+            ("network", format!("<source protocol='nbd' name='{}'>{host}</source>", quoted(name)))
+        }
+    };
     let place = child(disk, "source").map_or(before.clone(), |old| old.range());
     edits.push((place, source));
     let kind = disk.attribute_node("type");
-    edits.extend(kind.map(|kind| (kind.range_value(), "file".to_owned())));
+    match kind {
+        Some(kind) => edits.push((kind.range_value(), kind_of.to_owned())),
+        // Without the attribute it is a file.
+        None => {
+            let behind = disk.range().start + "<disk".len();
+            edits.push((behind..behind, format!(" type='{kind_of}'")));
+        }
+    }
     match child(disk, "driver").and_then(|driver| driver.attribute_node("type")) {
         Some(format) => edits.push((format.range_value(), "raw".to_owned())),
         None => edits.push((before, "<driver name='qemu' type='raw'/>".to_owned())),
@@ -73,8 +169,9 @@ mod tests {
                     device='disk'><driver name='qemu' type='qcow2' discard='unmap'/><source dev='/dev/vg/a'><seclabel \
                     model='dac'/></source><backingStore type='file'><source file='/base'/></backingStore><target dev='vda' bus='virtio'/></disk>\n    <disk \
                     type='file' device='cdrom'><source file='/iso'/><target dev='sda'/></disk>\n  <disk type='file'><target dev='vdb'/></disk></devices></domain>\n";
-        let image =
-            |target: &str| target.starts_with("vd").then(|| format!("/r/{target}'s & more.img").into());
+        let image = |target: &str| {
+            target.starts_with("vd").then(|| DiskPlace::File(format!("/r/{target}'s & more.img").into()))
+        };
         let defined = with_images(text, image, Some(Path::new("/r/a.nvram"))).unwrap();
         assert_eq!(defined.left, ["sda"]);
         let expected = text

@@ -14,6 +14,8 @@ mod forget;
 mod job;
 mod made;
 mod mirror;
+mod rehearse;
+mod rehearsed;
 mod resting;
 mod running;
 mod verify;
@@ -24,7 +26,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use device::{Dir, FolderLock};
 use serde::Serialize;
 use source::{SourceMembership, SourceOptions, StateDir};
@@ -36,10 +38,12 @@ use crate::failure::Failure;
 use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::terms::machine_name;
+pub(crate) use define::define;
 use domain::{Answer, Domain};
 pub(crate) use forget::forget;
 pub(crate) use job::end_interrupted;
 pub(crate) use mirror::mirror;
+pub(crate) use rehearse::rehearse;
 pub(crate) use verify::verify;
 use virsh::Virsh;
 
@@ -375,39 +379,3 @@ impl<'a> Machine<'a> {
 
 /// What a sync of a group did; `None` if nothing was to be done.
 type Pushed = Option<(GroupSummary, Vec<Summary>)>;
-
-/// Writes the definition that came with the replicas in a folder, which have these names, to a file, with their paths in it.
-///
-/// # Errors
-/// If there is none, and if the file cannot be written.
-pub(crate) fn define(dir: &Path, files: &[String], to: &Path, output: &Output) -> Result<()> {
-    let Some(name) = files.iter().find_map(|file| file.strip_suffix(".xml")) else {
-        return Err(Failure::refused(format!(
-            "there is no definition of a VM in {}: --define is for the replicas of \"dsync sync vm:NAME\"",
-            dir.display()
-        ))
-        .into());
-    };
-    let carried = dir.join(format!("{name}.xml"));
-    let failed = |path: &Path| format!("cannot define the VM of {}: {}", carried.display(), path.display());
-    let text = std::fs::read_to_string(&carried).with_context(|| failed(&carried))?;
-    let image = |target: &str| {
-        let file = files.iter().find(|file| {
-            let rest = file.strip_prefix(name).and_then(|rest| rest.strip_prefix('-')?.strip_prefix(target));
-            rest.is_some_and(|rest| rest.starts_with('.') && rest.ends_with(".img"))
-        });
-        file.map(|file| dir.join(file))
-    };
-    let nvram = Some(format!("{name}.nvram")).filter(|file| files.contains(file)).map(|file| dir.join(file));
-    let defined = define::with_images(&text, image, nvram.as_deref())
-        .map_err(|why| anyhow::anyhow!("{} is not the definition of a VM: {why}", carried.display()))?;
-    carry::put(to, defined.text.trim_end().as_bytes()).with_context(|| failed(to))?;
-    for disk in &defined.left {
-        output.warn(&format!(
-            "{disk} is none of the replicas: its path in {} is that of the old host",
-            to.display()
-        ));
-    }
-    output.say(&format!("the VM is defined by {0}, with these disks: \"virsh define {0}\"", to.display()));
-    Ok(())
-}

@@ -11,7 +11,8 @@ use std::time::Duration;
 use roxmltree::Document;
 use tempfile::NamedTempFile;
 
-use super::child;
+use super::child as process;
+use super::domain::child;
 use crate::failure::Failure;
 use crate::terms::units;
 
@@ -71,8 +72,30 @@ pub(super) fn names() -> Vec<String> {
     said.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
+/// The user and the group that run QEMU, as numbers; `None` where libvirt does not tell.
+pub(super) fn owner_of_qemu() -> Option<(u32, u32)> {
+    owner(&virsh("capabilities", &[], Stdio::null()).ok()?.ok()?)
+}
+
+fn owner(capabilities: &str) -> Option<(u32, u32)> {
+    let document = Document::parse(capabilities).ok()?;
+    let models = document.descendants().filter(|node| node.has_tag_name("secmodel"));
+    let dac = models
+        .into_iter()
+        .find(|node| child(*node, "model").and_then(|model| model.text()) == Some("dac"))?;
+    let label = child(dac, "baselabel")?.text()?;
+    let (user, group) = label.split_once(':')?;
+    let number = |text: &str| text.trim_start_matches('+').parse().ok();
+    Some((number(user)?, number(group)?))
+}
+
+/// How long libvirt has for an answer.
+pub(super) fn patience() -> Duration {
+    *PATIENCE.get().unwrap_or(&ANSWERS_WITHIN)
+}
+
 impl Virsh {
-    /// The domain with this UUID.
+    /// The domain with this UUID or name.
     pub(super) fn of(uuid: &str) -> Virsh {
         Virsh { domain: format!("--domain={uuid}") }
     }
@@ -170,6 +193,14 @@ impl Virsh {
         self.ask("domjobabort", &[])
     }
 
+    /// Ends the domain at once, as if its power were cut.
+    ///
+    /// # Errors
+    /// An inner `Err` is what libvirt says, also if it has ended.
+    pub(super) fn destroy(&self) -> Result<Result<String, String>, Failure> {
+        self.ask("destroy", &[])
+    }
+
     /// Deletes a checkpoint.
     ///
     /// # Errors
@@ -212,13 +243,13 @@ static HANGS: AtomicBool = AtomicBool::new(false);
 fn virsh(command: &str, words: &[&str], stdin: Stdio) -> Result<Result<String, String>, Failure> {
     let mut virsh = Command::new("virsh");
     virsh.arg("-q").arg(command).args(words).env("LC_ALL", "C").stdin(stdin);
-    let patience = *PATIENCE.get().unwrap_or(&ANSWERS_WITHIN);
+    let patience = patience();
     let limit = match command {
         _ if HANGS.load(Relaxed) => patience / HURRY,
         "backup-begin" | "checkpoint-delete" => patience * ACTS,
         _ => patience,
     };
-    let output = child::output_within(&mut virsh, limit).map_err(|error| match error.kind() {
+    let output = process::output_within(&mut virsh, limit).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => {
             Failure::failed(format!("vm:NAME needs virsh, which is not here: {INSTALL}"))
         }

@@ -63,6 +63,21 @@ impl GroupMoment {
     }
 }
 
+/// The names of the groups whose replicas are in a folder.
+///
+/// # Errors
+/// If it cannot be looked into.
+pub fn groups_in(dir: &Path) -> Result<Vec<String>> {
+    let failed = |e| io_error("look into", dir)(e);
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        names.extend(ReplicaMembership::name_of(&path).filter(|_| path.is_dir()));
+    }
+    names.sort();
+    Ok(names)
+}
+
 /// The folder without links, and the group, that are meant by the folder of replicas, or by that of the group in it.
 ///
 /// # Errors
@@ -85,13 +100,7 @@ pub fn find_group(given: &Path) -> Result<(PathBuf, String)> {
             parent.display()
         )));
     }
-    let failed = |e| io_error("look into", &dir)(e);
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(&dir).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        names.extend(ReplicaMembership::name_of(&path).filter(|_| path.is_dir()));
-    }
-    names.sort();
+    let names = groups_in(&dir)?;
     match names.as_slice() {
         [name] => Ok((dir, name.clone())),
         [] => Err(ReplicaError::Refused(format!(
