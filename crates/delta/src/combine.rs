@@ -33,7 +33,8 @@ pub struct Combined<R> {
 enum Layer<R> {
     /// What a delta writes, up to the least size that the disk has from then on.
     Delta(Box<Feed<R>>, u64),
-    /// What a delta adds to the disk begins as zeroes, whatever was there before an earlier one cut it off.
+    /// What a delta adds to the disk of the first epoch in its chain begins as zeroes, whatever was there before: at a later epoch that one cut off,
+    /// or in the disk of which it adds less.
     Grown(Range<u64>),
 }
 
@@ -52,8 +53,10 @@ impl<R: Read> Combined<R> {
             joined = Some(match &joined {
                 None => header.clone(),
                 Some(before) => {
-                    if before.size_after < size {
-                        layers.push(Layer::Grown(before.size_after..size));
+                    let size_before = if header.binds.is_some() { u64::MAX } else { header.size_before };
+                    let known = before.size_after.min(size_before);
+                    if known < size {
+                        layers.push(Layer::Grown(known..size));
                     }
                     join(before, header, number)?
                 }

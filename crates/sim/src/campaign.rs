@@ -390,10 +390,13 @@ impl Run {
         }
         let len = self.world.size();
         let dice = &mut self.world.dice;
+        // Of any size, not only of whole blocks.
+        let odd = if dice.one_in(2) { 512 * dice.within(1..BLOCK / 512) } else { 0 };
+        let whole = len / BLOCK * BLOCK;
         let wanted = if grows {
-            (len + BLOCK * dice.within(1..20)).min(200 * BLOCK)
+            (whole + BLOCK * dice.within(1..20)).min(200 * BLOCK) + odd
         } else {
-            (len - BLOCK * dice.within(1..8)).max(8 * BLOCK)
+            (whole - BLOCK * dice.within(1..8)).max(8 * BLOCK) + odd
         };
         self.resize_to(wanted);
     }

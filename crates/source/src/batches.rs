@@ -56,12 +56,14 @@ impl BatchFollower {
         self.client.pending()
     }
 
-    /// Ends a batch now, and with it the epoch if `ends`. `None` if nothing was written and no epoch is to end.
+    /// Ends a batch now, and with it the epoch if `ends`, for a replica that was last at the epoch `since`, and has all batches since then. `None` if
+    /// nothing was written and no epoch is to end.
     ///
     /// # Errors
-    /// `Lost` if the writes are not known any more. After any error the batch's blocks may be gone: follow again.
-    pub fn next(&self, ends: bool) -> Result<Option<Batch>, SourceError> {
-        let Some(served) = self.client.batch(ends)? else { return Ok(None) };
+    /// `Lost` if the writes since that epoch are not known any more, whoever has followed them. After any error the batch's blocks may be gone: follow
+    /// again.
+    pub fn next(&self, since: Option<Epoch>, ends: bool) -> Result<Option<Batch>, SourceError> {
+        let Some(served) = self.client.batch(since, ends)? else { return Ok(None) };
         let ServedBatch { epoch, at, size, view: number, saved, changes: encoded } = served;
         if self.disk.len() < size {
             return Err(SourceError::Moved(self.about.path.clone()));

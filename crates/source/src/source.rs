@@ -705,13 +705,15 @@ impl Source {
 
     /// What was written since the follower's last batch, and the view of this moment, for which writers save until
     /// [`TrackedDisk::drop_view`]. Nothing is made durable, and the epoch continues unless `ends` is set: then this is a
-    /// checkpoint too. `None` if nothing was written and `ends` is not set.
+    /// checkpoint too. `None` if nothing was written and `ends` is not set. The follower's replica was last at the epoch `known`.
     ///
     /// # Errors
-    /// `Lost` if what was written is not known; `Server` in a life that a client has ended.
+    /// `Lost` if what was written since then is not known, though another client's epoch may have ended with that; `Server` in a life that a client
+    /// has ended.
     pub fn batch_changes(
         &self,
         follower: &Follower,
+        known: Option<Epoch>,
         ends: bool,
     ) -> Result<Option<BatchChanges>, SourceError> {
         let mut epochs = self.epochs();
@@ -723,9 +725,16 @@ impl Source {
         if let Some(why) = self.lost() {
             return Err(SourceError::Lost { since: since.map_or(0, |e| e.number), why });
         }
+        let position = known.map(|epoch| KnownPosition { epoch, upto: u64::MAX });
+        let reaches = |epochs: &Epochs| epochs.history.reaches(position.as_slice());
         if ends {
             let (Checkpoint { epoch, saved, .. }, followed) =
                 self.end_epoch(&mut epochs, true, Some(follower))?;
+            // After it: the epoch may have ended with a gap that was noticed just now.
+            if let Err(lost) = reaches(&epochs) {
+                saved.iter().for_each(|saved| self.disk.drop_view(saved));
+                return Err(lost);
+            }
             let blocks = self.disk.len().div_ceil(u64::from(self.about.block_size));
             let changes = followed.unwrap_or_else(|| Arc::new(Bitmap::new(blocks)));
             let n = Point::number(epoch.number, 0);
@@ -736,6 +745,7 @@ impl Source {
                 BatchChanges { epoch, at, saved, changes }
             }));
         }
+        reaches(&epochs)?;
         if follower.pending() == 0 {
             return Ok(None);
         }

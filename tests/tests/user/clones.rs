@@ -573,7 +573,11 @@ fn on_a_full_file_system_the_old_clone_goes_first() {
 
 #[test]
 fn an_image_grows_shrinks_and_moves() {
-    let Some(mut scene) = Cloned::tracked(KINDS[0], 64 * MIB, "an image of another size") else { return };
+    const ODD: u64 = 64 * MIB + 1536;
+    let Some(mut scene) = Cloned::tracked(KINDS[0], ODD, "an image of another size") else { return };
+    // The block at its old end has bytes that only the next delta can name.
+    let image = OpenOptions::new().write(true).open(&scene.image).expect("the image");
+    std::os::unix::fs::FileExt::write_all_at(&image, &[0; 1536], 64 * MIB).expect("a write");
     let size = |bytes| {
         OpenOptions::new()
             .write(true)

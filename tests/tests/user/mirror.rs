@@ -593,6 +593,37 @@ fn one_slow_mirror_does_not_hold_up_another() {
     image::assert_equal(&scene.image, &far.replica());
 }
 
+/// Another client's epoch may have ended with what another program wrote to the source while a mirror stood still: its next batch, whether it ends an
+/// epoch or not, has to find that out.
+#[test]
+fn what_another_program_wrote_while_a_mirror_stood_still_is_found() {
+    for ends in [false, true] {
+        let mut scene = Scene::synced("a foreign write beside a mirror", 8 * MIB);
+        let other = scene.site.path("other.raw");
+        scene.site.sync(&scene.image, &other, &[]).ok();
+        let mut running = mirror(&scene, &scene.replica, &["--rpo", "1s"]).start();
+        running.wait_to_say(MIRRORING);
+        running.signal(Signal::STOP);
+        let image = std::fs::File::options().write(true).open(&scene.image).expect("the image");
+        std::os::unix::fs::FileExt::write_all_at(&image, b"foreign", 5 * MIB).expect("a write");
+        let said = scene.site.sync(&scene.image, &other, &[]).ok().summary();
+        assert_eq!(
+            said["trust"], "compared: the image was changed by another program while dsync had it open",
+            "{said}"
+        );
+        scene.change(3);
+        running.signal(Signal::CONT);
+        if !ends {
+            running.wait_to_say("by another program while dsync had it open");
+        }
+        let (_, summary) = stop(running);
+        assert!(number(&summary, "syncs") == 2, "{summary}");
+        scene.equal();
+        scene.sync(&[]).ok();
+        scene.equal();
+    }
+}
+
 /// Whatever another program does to a replica's file between two batches, or after a mirror was killed: no commit seals it.
 #[test]
 fn what_others_do_to_a_replica_is_noticed() {

@@ -107,6 +107,20 @@ fn what_was_cut_off_does_not_return() {
     assert_eq!(read(&both).unwrap().1[0].records.last(), Some(&Record::Zero { offset: 4000, len: 5000 }));
 }
 
+/// What the second adds to the disk of its first epoch, the first may have written to: it begins as zeroes.
+#[test]
+fn what_the_first_wrote_where_the_second_names_nothing_is_zero() {
+    let first = delta(
+        &header(4000, 9000, &[1, 2]),
+        frames(&[Change { offset: 8000, len: 500, fill: Some(7) }], 1),
+        None,
+    );
+    let second = delta(&header(4000, 9000, &[1, 2, 3]), vec![zero(0, 10)], None);
+    let mut disk = vec![1; 4000];
+    merge(&mut disk, &fold(&first, &second, None).unwrap());
+    assert!(disk.len() == 9000 && disk[4000..].iter().all(|&b| b == 0));
+}
+
 #[test]
 fn the_second_may_begin_before_the_first_ends() {
     let first = delta(&header(10_000, 10_000, &[1, 2, 3]), vec![zero(0, 10)], None);

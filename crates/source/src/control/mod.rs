@@ -73,8 +73,8 @@ enum Request {
     Follow,
     /// Blocks written since the last batch.
     Pending,
-    /// End a batch; with it the epoch, if that is to end.
-    Batch { ends: bool },
+    /// End a batch for a replica that was last at this epoch; with it the epoch of the source, if that is to end.
+    Batch { since: Option<Epoch>, ends: bool },
     /// A batch has been read: its view may go.
     Drop { view: u64 },
     /// These blocks belong to the next batch too.
@@ -464,7 +464,7 @@ fn answer(
             }
             return Ok(Err(SourceError::Server("blocks were returned that no batch had".into())));
         }
-        Request::Batch { ends } => return answer_batch(source, socket, holding, ends),
+        Request::Batch { since, ends } => return answer_batch(source, socket, holding, (since, ends)),
         Request::Drop { view } => {
             if let Some(saved) = holding.batches.remove(&view) {
                 source.disk().drop_view(&saved);
@@ -516,14 +516,14 @@ fn answer_batch(
     source: &Source,
     socket: &UnixStream,
     holding: &mut ConnectionState,
-    ends: bool,
+    (since, ends): (Option<Epoch>, bool),
 ) -> io::Result<Result<(), SourceError>> {
     let Some(follower) = &holding.follower else {
         return Ok(Err(SourceError::Server(
             "a batch was requested, but the connection does not follow writes".into(),
         )));
     };
-    let batch_changes = match source.batch_changes(follower, ends) {
+    let batch_changes = match source.batch_changes(follower, since, ends) {
         Ok(Some(batch_changes)) => batch_changes,
         Ok(None) => return send(socket, &Response::NoBatch, &[], &[]).map(Ok),
         Err(error) => return Ok(Err(error)),
@@ -756,8 +756,8 @@ impl ControlClient {
     }
 
     /// Ends a batch, if there is anything in it.
-    pub(crate) fn batch(&self, ends: bool) -> Result<Option<ServedBatch>, SourceError> {
-        let (answer, blob, fds) = self.ask(&Request::Batch { ends })?;
+    pub(crate) fn batch(&self, since: Option<Epoch>, ends: bool) -> Result<Option<ServedBatch>, SourceError> {
+        let (answer, blob, fds) = self.ask(&Request::Batch { since, ends })?;
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {
             (Response::NoBatch, ..) => Ok(None),

@@ -215,12 +215,12 @@ mod tests {
         let later = served.clone().reaching(Point::number(1, 9));
         let follower = source.disk().follow();
         source.disk().write_at(0, &[5; 4096]).unwrap();
-        assert!(source.batch_changes(&follower, false).unwrap().is_some());
+        assert!(source.batch_changes(&follower, None, false).unwrap().is_some());
         let served = handle.lives().unwrap();
         handle.branch(&later).unwrap();
         // Whoever follows it already gets no batch of the old life.
         source.disk().write_at(0, &[6; 4096]).unwrap();
-        let refused = source.batch_changes(&follower, false).unwrap_err();
+        let refused = source.batch_changes(&follower, None, false).unwrap_err();
         assert!(refused.to_string().contains("start it again"), "{refused}");
         source.disk().write_at(0, &[7; 4096]).unwrap();
         source.checkpoint(false).unwrap();

@@ -90,7 +90,7 @@ pub(super) struct SessionState {
     grid: Option<Grid>,
     /// The last batch that was sent ends within an epoch.
     ahead: bool,
-    /// The last epoch that one has ended.
+    /// The last epoch that one has ended, or at which the replica was before.
     at: Option<Epoch>,
     /// The moment of the source that the replica is known to have reached.
     reached: Option<Instant>,
@@ -282,7 +282,8 @@ impl<'a> MirrorSession<'a> {
             let held = hook.filter(|hook| (last || due) && self.holds(hook, last));
             let ends = last || (due && (held.is_some() || hook.is_none()));
             let cut = Instant::now();
-            let batch = self.batches.next(ends);
+            let at = self.state().at;
+            let batch = self.batches.next(at, ends);
             held.inspect(|hook| hook.cut(batch.as_ref().is_ok_and(Option::is_some)));
             let Some(batch) = batch? else {
                 // Nothing was written: the next check may come later, as no write is waiting.

@@ -78,8 +78,10 @@ pub(crate) struct WantedBlocks {
     pub changes: Arc<Bitmap>,
     pub block_size: u64,
     pub size: u64,
-    /// From this offset on, everything that is not zero. `u64::MAX` for none.
+    /// From this offset on, everything. `u64::MAX` for none.
     pub all_from: u64,
+    /// From there on zeroes are named as well: the destination may hold something there.
+    pub names_zeroes: bool,
     /// The last block is wanted, whatever it holds, so that the delta reaches the disk's end.
     pub to_end: bool,
 }
@@ -95,17 +97,18 @@ pub(crate) struct Count {
 }
 
 impl WantedBlocks {
-    /// All that is allocated.
+    /// All that is allocated, for a blank destination: what is not named is zero there.
     pub(crate) fn allocated(size: u64, block_size: u64) -> WantedBlocks {
-        WantedBlocks { changes: Bitmap::new(0).into(), block_size, size, all_from: 0, to_end: false }
+        WantedBlocks { all_from: 0, names_zeroes: false, ..Self::marked(Bitmap::new(0), size, block_size) }
     }
 
     /// The marked blocks.
     pub(crate) fn marked(changes: impl Into<Arc<Bitmap>>, size: u64, block_size: u64) -> WantedBlocks {
-        WantedBlocks { changes: changes.into(), block_size, size, all_from: u64::MAX, to_end: false }
+        let changes = changes.into();
+        WantedBlocks { changes, block_size, size, all_from: u64::MAX, names_zeroes: true, to_end: false }
     }
 
-    /// Adds what is allocated beyond a byte of the disk, and the block that this byte is in.
+    /// Adds what is beyond a byte of the disk, and the block that this byte is in.
     pub(crate) fn and_beyond(mut self, upto: u64) -> WantedBlocks {
         if upto < self.size {
             let block = upto / self.block_size;
@@ -204,15 +207,19 @@ impl Wants<'_> {
             return self.cut(range).map(Some);
         }
         while self.rest < self.wanted.size {
-            // Where everything is wanted, what is not named is zero: holes need no record.
-            let bs = self.wanted.block_size;
-            let Some(data) = self.disk.allocated(self.rest)? else {
-                let rest = std::mem::replace(&mut self.rest, self.wanted.size);
-                let last = self.wanted.last_block().max(rest);
-                return Ok(self.wanted.to_end.then_some(Want::Zero(last..self.wanted.size)));
+            let (bs, size, rest) = (self.wanted.block_size, self.wanted.size, self.rest);
+            let Some(data) = self.disk.allocated(rest)? else {
+                self.rest = size;
+                let zeroes = if self.wanted.names_zeroes { rest } else { self.wanted.last_block().max(rest) };
+                let named = self.wanted.names_zeroes || self.wanted.to_end;
+                return Ok(named.then_some(Want::Zero(zeroes..size)));
             };
-            let start = (data.start / bs * bs).max(self.rest);
-            let end = round(data.end, bs).min(self.wanted.size);
+            let start = (data.start / bs * bs).max(rest);
+            let end = round(data.end, bs).min(size);
+            if self.wanted.names_zeroes && rest < start {
+                self.rest = start.min(size);
+                return Ok(Some(Want::Zero(rest..self.rest)));
+            }
             self.rest = end.max(start);
             if start < end {
                 return Ok(Some(Want::Read(start..end)));
@@ -357,7 +364,8 @@ pub(crate) struct FrameReader<'a> {
     wants: Wants<'a>,
     queue: Box<dyn Queue>,
     block_size: u64,
-    all_from: u64,
+    /// Where zeroes need no record.
+    unnamed: Range<u64>,
     size: FrameSize,
     left_over: Option<Want>,
     jobs: BTreeMap<u64, (Job, Option<io::Result<Buf>>)>,
@@ -368,8 +376,6 @@ pub(crate) struct FrameReader<'a> {
     disk: &'a dyn Disk,
     /// Skip what cannot be read.
     leave_out: bool,
-    /// From this offset on zeroes are named, where holes otherwise need no record.
-    named_from: u64,
     totals: &'a RunningTotals<'a>,
 }
 
@@ -380,15 +386,15 @@ impl<'a> FrameReader<'a> {
         (size, leave_out): (FrameSize, bool),
         totals: &'a RunningTotals<'a>,
     ) -> io::Result<FrameReader<'a>> {
+        let end = if wanted.to_end { wanted.last_block() } else { u64::MAX };
         Ok(FrameReader {
             disk: &**disk,
             leave_out,
-            named_from: if wanted.to_end { wanted.last_block() } else { u64::MAX },
+            unnamed: if wanted.names_zeroes { 0..0 } else { wanted.all_from..end },
             totals,
             wants: wanted.wants(&**disk),
             queue: disk.clone().queue(DEPTH)?,
             block_size: wanted.block_size,
-            all_from: wanted.all_from,
             size,
             left_over: None,
             jobs: BTreeMap::new(),
@@ -491,7 +497,7 @@ impl<'a> FrameReader<'a> {
             Ok(buf) => (job, buf),
             Err(error) => self.salvage(job, error)?,
         };
-        Ok(Some(job.frame(buf, self.block_size, self.all_from..self.named_from)))
+        Ok(Some(job.frame(buf, self.block_size, self.unnamed.clone())))
     }
 
     /// Reads a frame's extents again, block by block; those that cannot be read are named as such, or it fails.
@@ -628,6 +634,38 @@ mod tests {
         assert_eq!(spans(&every(48, 16, 10)).len(), 10);
         // What is adjacent is one read, and few are not worth it.
         assert_eq!(spans(&[0..1, 1..2, 4..5]), [0..2 << 12, 4 << 12..5 << 12]);
+    }
+
+    /// Of a destination that is not blank nothing is left as it was from the old end on, wherever in a block that is.
+    #[test]
+    fn all_that_a_disk_grew_by_is_named_from_its_old_end_on() {
+        let mut random = testing::Random::new("what a disk grew by");
+        for _ in 0..300 {
+            let block = 512 << random.below(4);
+            let (upto, size) = (random.below(40_000), 40_000 + random.below(40_000));
+            let disk = Arc::new(RamDisk::new(size));
+            for _ in 0..random.below(6) {
+                let (at, fill) = (random.below(size), random.below(2) as u8);
+                disk.write_at(at, &vec![fill; random.below((size - at).min(9000)) as usize]).unwrap();
+            }
+            let blocks = Bitmap::new(size.div_ceil(block));
+            let wanted = WantedBlocks::marked(blocks, size, block).and_beyond(upto);
+            let totals = RunningTotals::new(&|_, _| {});
+            let size_of = FrameSize::new(true, block);
+            let mut reader = FrameReader::new(&wanted, &disk, (size_of, false), &totals).unwrap();
+            let mut named = upto;
+            while let Some((frame, _)) = reader.next(None).unwrap() {
+                for record in &frame.records {
+                    assert!(
+                        record.offset() <= named,
+                        "{named} to {} of {size}, from {upto}",
+                        record.offset()
+                    );
+                    named = record.end();
+                }
+            }
+            assert_eq!(named, size, "from {upto}");
+        }
     }
 
     #[test]
