@@ -577,7 +577,11 @@ fn an_image_grows_shrinks_and_moves() {
     let Some(mut scene) = Cloned::tracked(KINDS[0], ODD, "an image of another size") else { return };
     // The block at its old end has bytes that only the next delta can name.
     let image = OpenOptions::new().write(true).open(&scene.image).expect("the image");
-    std::os::unix::fs::FileExt::write_all_at(&image, &[0; 1536], 64 * MIB).expect("a write");
+    let end =
+        |byte| std::os::unix::fs::FileExt::write_all_at(&image, &[byte; 1536], 64 * MIB).expect("a write");
+    end(5);
+    scene.sync_tracked();
+    end(0);
     let size = |bytes| {
         OpenOptions::new()
             .write(true)

@@ -305,6 +305,33 @@ fn a_journal_without_room_jams_nothing() {
 }
 
 /// One sync of the journal commits a batch, however many there are.
+/// What was received of the first batch in a journal is no part of an epoch, with which a replica could go another way than its source.
+#[test]
+fn a_part_of_a_batch_is_dropped() {
+    let source = source();
+    let world = replica_at(Kind::File, &source, 0);
+    let mut replica = world.open(&on()).unwrap();
+    let before = replica.status().clone();
+    let header = header(&source, 1, before.nonce);
+    let bytes = source.encode(&header, 1, &source.changed(0, 1));
+    let (mut log, mut batches) = replica.batches().unwrap();
+    let mut units = Units::new(&bytes[..]);
+    let begins = units.next().unwrap().unwrap();
+    log.unit(&begins).unwrap();
+    batches.begin(begins).unwrap();
+    let frame = units.next().unwrap().unwrap();
+    log.unit(&frame).unwrap();
+    batches.frame(decode_frame(header.stream, 0, frame, None).unwrap()).unwrap();
+    log.end().unwrap();
+    // As if it were killed.
+    drop((log, batches));
+    drop(replica);
+    let replica = world.open(&on()).unwrap();
+    let status = replica.status();
+    assert_eq!((&status.positions, status.resumes, status.nonce), (&before.positions, None, before.nonce));
+    assert!(world.holds(&source.images[0]));
+}
+
 #[test]
 fn a_batch_costs_one_sync() {
     let source = source();
