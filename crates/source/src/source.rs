@@ -26,7 +26,7 @@ use crate::disk::rests::Rests;
 use crate::record::bookmarks::{Bookmarks, Reached};
 use crate::record::history::{History, KnownPosition};
 use crate::record::lives::{self, BatchNumbers};
-use crate::record::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, StampVerdict, UNRECORDED};
+use crate::record::stamp::{FOREIGN, FileMark, ImageStamp, LastWrite, REPLACED, StampVerdict, UNRECORDED};
 use crate::record::state::{SourceMetadata, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
 use crate::views::courtesy::{Courtesy, Feels};
@@ -50,8 +50,8 @@ pub struct SourceOptions {
     pub around: Option<Arc<dyn Around>>,
     /// What others say of the moment that is to be read.
     pub told: Option<Told>,
-    /// Nothing may write to the disk while it is open here, also if it is tracked by clones: what is written after a clone would be in no sync.
-    pub at_rest: bool,
+    /// Whether nothing may write to the disk while it is open here.
+    pub at_rest: AtRest,
     /// Write bypassing the page cache.
     pub direct: bool,
     /// Trust the record of a block device across a stop.
@@ -68,6 +68,18 @@ pub struct SourceOptions {
     pub sweep_every: Duration,
 }
 
+/// Whether a disk has to be at rest while it is open.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum AtRest {
+    /// It may be read by a clone.
+    #[default]
+    NotNeeded,
+    /// Nothing may write to it, also if it is tracked by clones: what is written after a clone would be in no sync.
+    Needed,
+    /// It is a disk of a VM that is off, or whose moment is read elsewhere. An older content of such a disk is a backup.
+    OfMachine,
+}
+
 impl Default for SourceOptions {
     fn default() -> SourceOptions {
         SourceOptions {
@@ -78,7 +90,7 @@ impl Default for SourceOptions {
             for_peer: false,
             around: None,
             told: None,
-            at_rest: false,
+            at_rest: AtRest::NotNeeded,
             direct: false,
             trust_device: false,
             allow_shrink: false,
@@ -226,7 +238,7 @@ impl Parts {
         };
         // From before the clone: what is written to an image after that counts as others' writes.
         self.identity = clone.image.clone();
-        if options.read_only && !options.at_rest {
+        if options.read_only && options.at_rest == AtRest::NotNeeded {
             (self.disk, self.backing) = (clone.disk()?, Box::new(clone.backing()));
         }
         self.outside = Some(Outside::Clone(clone));
@@ -375,7 +387,7 @@ impl Source {
         let image = match early {
             Some(lock) => Some(lock),
             // A clone may be made whoever writes.
-            None if is_tracked && options.read_only && !options.at_rest => None,
+            None if is_tracked && options.read_only && options.at_rest == AtRest::NotNeeded => None,
             None => lock_image()?,
         };
         let block_size = match (options.block_size, &known) {
@@ -455,9 +467,7 @@ impl Source {
         let stamp = ImageStamp::read(folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         let missing = Self::missing(folder, stamp.as_ref(), last.map_or(0, |last| last.number))?;
-        let elsewhere = moments::elsewhere(folder, last, &identity.path)?;
-        // Then the stamp is not of the file at the path.
-        let is_elsewhere = elsewhere.is_some() || backing.elsewhere().is_some();
+        let elsewhere = moments::elsewhere(folder, last)?;
         let lost = elsewhere.or(missing.map(Gap::from));
         let boot = backing.boot();
         let verdict = match (lost, &stamp) {
@@ -467,8 +477,14 @@ impl Source {
         };
         // Which content it is, is another question than what is known of its changes.
         let verdict = match (verdict, stamp) {
-            (StampVerdict::Lost(why), Some(stamp)) if !is_elsewhere => {
-                StampVerdict::Lost(stamp.other(identity, &boot, served.last()).unwrap_or(why))
+            (StampVerdict::Lost(why), Some(stamp)) => {
+                let there = if backing.elsewhere().is_some() {
+                    device::identity(&identity.path).ok()
+                } else {
+                    Some(identity.clone())
+                };
+                let other = there.and_then(|there| stamp.other(&there, &boot, served.last()));
+                StampVerdict::Lost(other.unwrap_or(why))
             }
             (verdict, _) => verdict,
         };
@@ -492,11 +508,11 @@ impl Source {
         }
         let look = || -> Result<StampVerdict, SourceError> {
             let last = History::read(folder)?.last();
-            let path = backing.identity().map(|found| found.path).unwrap_or_default();
-            if let Some(why) = moments::elsewhere(folder, last, &path)? {
-                return Ok(StampVerdict::Lost(why));
+            match (backing.identity(), moments::elsewhere(folder, last)?) {
+                // A disk of which others tell need not be on this machine.
+                (Err(_), Some(why)) => Ok(StampVerdict::Lost(why)),
+                (identity, _) => Ok(Self::verdict(folder, backing, &identity?, last, false)?.0),
             }
-            Ok(Self::verdict(folder, backing, &backing.identity()?, last, false)?.0)
         };
         let verdict = match look()? {
             // A command that holds it may have ended an epoch between two looks.
@@ -567,6 +583,7 @@ impl Source {
         let mut spared = options.read_only && matches!(verdict, StampVerdict::Unproven { .. });
         let closed = ImageStamp::read(&*folder)?;
         let is_cloned = matches!(outside, Some(Outside::Clone(_)));
+        let before = closed.as_ref().and_then(|c| c.file.clone()).filter(|_| lost.is_none());
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
         // until the history has it.
         let mut stamp = ImageStamp {
@@ -582,6 +599,9 @@ impl Source {
             durable: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable),
             served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
             cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
+            of_machine: options.at_rest == AtRest::OfMachine || closed.as_ref().is_some_and(|c| c.of_machine),
+            file: backing.elsewhere().and_then(|_| FileMark::next(before, &identity.path)),
+            overwritten: closed.as_ref().and_then(|c| c.overwritten).filter(|_| lost == Some(Gap::AsReplica)),
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = match verdict {
@@ -595,11 +615,8 @@ impl Source {
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
         let told = outside.as_ref().and_then(|outside| outside.since().ok());
         let closed = closed.filter(|_| trusted && told.is_none());
-        let marked = closed.as_ref().map(|_| disk.dirty().map_err(SourceError::memory(&identity.path)));
-        let marked = marked.transpose()?.map(|dirty| dirty.count());
-        if let Some(why) = closed.zip(marked).and_then(|(c, marked)| c.is_damaged(marked, identity.size)) {
-            spared = false;
-            lost = Some(why.into());
+        if let Some(why) = closed.map_or(Ok(None), |closed| closed.damage(&disk, &identity))? {
+            (spared, lost) = (false, Some(why));
             stamp.lost = lost.clone();
         }
         // Before the stamp, which says that the record has all.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use delta::{Frame, Method};
+use delta::{Frame, Method, Record};
 use link::Traffic;
 use serde::{Deserialize, Serialize};
 use source::SourceMetadata;
@@ -205,10 +205,14 @@ impl<'a> RunningTotals<'a> {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Counts a frame's records. Frames must be counted in order.
-    pub(crate) fn add(&self, frame: &Frame, block_size: u64) {
+    /// Counts a frame's records, without zeroes from `grown` on, which a disk got with its size. Frames must be counted in order.
+    pub(crate) fn add(&self, frame: &Frame, block_size: u64, grown: u64) {
         for record in &frame.records {
-            self.changed(record.offset()..record.end(), block_size);
+            let end =
+                if matches!(record, Record::Zero { .. }) { record.end().min(grown) } else { record.end() };
+            if record.offset() < end {
+                self.changed(record.offset()..end, block_size);
+            }
         }
     }
 
@@ -236,9 +240,9 @@ mod tests {
             let records = ranges.iter().map(|r| Record::Zero { offset: r.start, len: r.end - r.start });
             Frame { records: records.collect(), data: device::Buf::default() }
         };
-        totals.add(&frame(&[0..4096, 8192..16384]), 4096);
-        totals.add(&frame(std::slice::from_ref(&(16384..20480))), 4096);
-        totals.add(&frame(&[20480..24576, 40960..45056]), 4096);
+        totals.add(&frame(&[0..4096, 8192..16384]), 4096, u64::MAX);
+        totals.add(&frame(std::slice::from_ref(&(16384..20480))), 4096, u64::MAX);
+        totals.add(&frame(&[20480..24576, 40960..45056]), 4096, u64::MAX);
         assert_eq!(totals.extents.into_inner(), 3);
         assert_eq!(totals.blocks.into_inner(), 6);
     }

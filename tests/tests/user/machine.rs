@@ -567,9 +567,27 @@ fn a_backup_in_the_place_of_a_disk_of_a_vm_is_refused() {
     let words = ["may be the newest copy", "before what was recorded", "--accept-source"];
     world.run(&[]).code(4).says(&words);
     world.run(&[]).code(4).says(&words);
+    // What its guest writes makes the backup no newer, whether a sync has seen it before or not.
+    world.host.on(VM);
+    world.run(&[]).code(4).says(&words);
     assert!(has == world.disks().map(|disk| std::fs::read(disk).expect("a replica")));
+    world.host.virsh(["destroy", VM]).ok();
     world.run(&["--accept-source"]).ok();
     world.equal();
+    // The last moment was one of the VM at rest.
+    Run::new("cp").arg("--preserve=timestamps").args([&backup, &image]).ok();
+    world.run(&[]).code(4).says(&words);
+    world.run(&["--accept-source"]).ok();
+    world.equal();
+    // Renamed over the image, and written to before any sync.
+    world.host.on(VM);
+    world.sync();
+    world.host.virsh(["destroy", VM]).ok();
+    std::fs::rename(&backup, &image).expect("a file");
+    world.host.on(VM);
+    let said = world.run(&[]).code(4);
+    said.says(&["may be the newest copy", "another file is in its place", "--accept-source"]);
+    world.run(&["--accept-source"]).ok();
 }
 
 #[test]

@@ -341,6 +341,29 @@ fn a_backup_is_noticed_whatever_was_lost_before_it() {
     }
 }
 
+/// What dsync itself has put in the place of a disk is no backup; what others put there after that is.
+#[test]
+fn a_backup_in_the_place_of_a_disk_that_was_restored_is_noticed() {
+    let mut random = Random::new("a backup after a restore");
+    let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+    let backup = a.site.path("backup.raw");
+    Run::new("cp").arg("-a").args([&a.disk, &backup]).ok();
+    Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+    a.write([700], &mut random);
+    a.sync(&b, &[]).ok();
+    a.write([701], &mut random);
+    b.sync(&a, &["--adopt"]).ok();
+    a.site.dsync(["forget", "--replica"]).arg(&a.disk).ok();
+    Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
+    let has = image::fingerprint(&b.disk).0;
+    for _ in 0..2 {
+        a.sync(&b, &[]).code(4).says(&["may be the newest copy", "days before what was recorded"]);
+    }
+    assert_eq!(has, image::fingerprint(&b.disk).0);
+    a.sync(&b, &["--accept-source"]).ok();
+    image::assert_equal(&a.disk, &b.disk);
+}
+
 /// What is only ever compared may be replaced by what is older, as a dump is; and a copy that has its times goes on as the disk that it is of.
 #[test]
 fn a_dump_and_a_disk_that_was_moved_are_compared() {

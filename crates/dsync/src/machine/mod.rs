@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use device::{Dir, FolderLock};
 use serde::Serialize;
-use source::{SourceMembership, SourceOptions, StateDir};
+use source::{AtRest, SourceMembership, SourceOptions, StateDir};
 use sync::{GroupSummary, Summary, ToldMember};
 
 use crate::args;
@@ -328,6 +328,7 @@ impl<'a> Machine<'a> {
             block_size: given.block_size,
             trust_device: given.trust_device,
             allow_shrink: given.allow_shrink,
+            at_rest: AtRest::OfMachine,
             ..options
         };
         let file = self.file(target, path)?;

@@ -30,7 +30,7 @@ use crate::disk::clones;
 use crate::disk::recorded::Recorded;
 use crate::record::history::History;
 use crate::record::json::{read_json, write_json};
-use crate::record::stamp::{StampVerdict, other_content};
+use crate::record::stamp::StampVerdict;
 use crate::record::state::{SourceMetadata, StateDir};
 use crate::{Gap, SourceError};
 
@@ -106,37 +106,6 @@ struct Kept {
     elsewhere: bool,
     /// The list that led to it.
     list: Option<Taken>,
-    /// Of a file whose moment was read elsewhere: its times when that was noted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    image: Option<ImageTimes>,
-}
-
-/// When the file at the source's path was written to last.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-struct ImageTimes {
-    /// Nanoseconds since 1970.
-    mtime_ns: i64,
-    /// The id of the boot in which it was looked at.
-    boot: String,
-}
-
-/// A file system may keep times in memory for as long, which a power cut takes with it (`lazytime`).
-const IN_MEMORY_NS: i64 = 24 * 3600 * 1_000_000_000;
-
-impl ImageTimes {
-    /// When the file at a path was written to; `None` if there is none.
-    fn of(path: &Path) -> Option<ImageTimes> {
-        let mtime_ns = device::identity(path).ok().filter(|found| found.kind == DiskKind::File)?.mtime_ns;
-        Some(ImageTimes { mtime_ns, boot: Boot::of(&[path]).id })
-    }
-
-    /// That the file at a path is older than it was: others have put a backup in its place.
-    fn older(&self, path: &Path) -> Option<Gap> {
-        let now = ImageTimes::of(path)?;
-        let lost = if now.boot == self.boot { 0 } else { IN_MEMORY_NS };
-        let is_older = now.mtime_ns.saturating_add(lost) < self.mtime_ns;
-        is_older.then(|| other_content("", now.mtime_ns, self.mtime_ns))
-    }
 }
 
 /// A list that was taken.
@@ -189,19 +158,11 @@ pub fn last_moment(state: &StateDir, path: &Path) -> Result<Option<LastMoment>, 
 }
 
 /// Why the disk at the source's path is not what its last epoch ends with: that was read elsewhere.
-pub(crate) fn elsewhere(
-    folder: &dyn Folder,
-    last: Option<Epoch>,
-    path: &Path,
-) -> Result<Option<Gap>, SourceError> {
+pub(crate) fn elsewhere(folder: &dyn Folder, last: Option<Epoch>) -> Result<Option<Gap>, SourceError> {
     let kept = kept(folder, last)?.filter(|kept| kept.elsewhere);
-    let older = |kept: &Kept| kept.image.as_ref().and_then(|image| image.older(path));
-    Ok(kept.map(|kept| match (older(&kept), kept.name) {
-        (Some(older), _) => older,
-        (None, Some(name)) => {
-            format!("its last epoch is the moment \"{name}\", which was read elsewhere").into()
-        }
-        (None, None) => "its last epoch was read elsewhere, from a moment without a name".into(),
+    Ok(kept.map(|kept| match kept.name {
+        Some(name) => format!("its last epoch is the moment \"{name}\", which was read elsewhere").into(),
+        None => "its last epoch was read elsewhere, from a moment without a name".into(),
     }))
 }
 
@@ -252,7 +213,6 @@ pub(crate) struct NewMoment {
     name: Option<String>,
     elsewhere: bool,
     list: Option<Taken>,
-    image: Option<ImageTimes>,
     /// Where what was written is recorded, until it is in an epoch.
     recorded: Option<Recorded>,
     /// What was written since the last epoch; or why that is not known.
@@ -283,7 +243,6 @@ impl NewMoment {
         let kept = kept(&*state, last)?;
         let was = last.and_then(|last| history.size_at(&last)).unwrap_or(0);
         let is_last = told.is_of(kept.as_ref());
-        let image = kept.as_ref().and_then(|kept| kept.image.clone());
         let since = match &told.changes {
             ToldChanges::Unknown => Err("no list says what was written since".into()),
             _ if is_last && was == size => Ok(Vec::new()),
@@ -301,8 +260,6 @@ impl NewMoment {
                 }
             },
         };
-        // What tells of each write also tells which content it is.
-        let since = since.map_err(|why| image.and_then(|image| image.older(&about.path)).unwrap_or(why));
         let list = match (&told.changes, kept) {
             (ToldChanges::List(list), _) => Some(Taken::of(list)),
             (ToldChanges::Nothing, kept) => kept.and_then(|kept| kept.list),
@@ -310,8 +267,7 @@ impl NewMoment {
         };
         let (name, elsewhere) = (told.name.clone(), told.place.is_some());
         let recorded = told.recorded().cloned();
-        let image = if elsewhere { ImageTimes::of(&about.path) } else { None };
-        Ok(NewMoment { state, name, elsewhere, list, image, recorded, since, is_last, epoch: None })
+        Ok(NewMoment { state, name, elsewhere, list, recorded, since, is_last, epoch: None })
     }
 
     /// What is known of the disk, by what its record says.
@@ -323,7 +279,9 @@ impl NewMoment {
             }
             // It was the moment of the last epoch, and was written to since.
             (Ok(_), StampVerdict::Lost(why)) if self.is_last && !self.elsewhere => StampVerdict::Lost(why),
+            // What tells of each write also tells which content it is.
             (Ok(_), _) => StampVerdict::Trusted { power_lost: false },
+            (Err(_), StampVerdict::Lost(other @ Gap::OtherContent(_))) => StampVerdict::Lost(other),
             (Err(_), recorded) if !self.elsewhere => recorded,
             (Err(_), StampVerdict::New) => StampVerdict::New,
             (Err(why), _) => StampVerdict::Lost(why.clone()),
@@ -338,7 +296,7 @@ impl NewMoment {
         let mut list = read_json::<Vec<Kept>>(&*self.state, NAME)?.unwrap_or_default();
         list.retain(|kept| kept.epoch != epoch);
         let (name, elsewhere) = (self.name.clone(), self.elsewhere);
-        list.push(Kept { epoch, name, elsewhere, list: self.list.clone(), image: self.image.clone() });
+        list.push(Kept { epoch, name, elsewhere, list: self.list.clone() });
         self.epoch = Some(epoch);
         write_json(&*self.state, NAME, &list)
     }

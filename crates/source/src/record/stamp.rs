@@ -18,9 +18,10 @@
 //! history.
 //!
 //! An epoch makes the image durable with its times, and the stamp keeps its time of change (`durable`): an image that bears an earlier
-//! one was rolled back, whatever a power cut may have taken. Where a file was ever served, one that is older than its record, or another
-//! in its place, is no disk to bring its replicas up to date from: sync, mirror and `verify --repair` refuse it until its user says that
-//! it is the source as it is (`--accept-source`), or restores it. A file that was never served, as a dump, is compared.
+//! one was rolled back, whatever a power cut may have taken. Where a file is a disk in use (it was ever served or tracked, or is one of a
+//! VM), one that is older than its record, or another in its place, is no disk to bring its replicas up to date from: sync, mirror and
+//! `verify --repair` refuse it until its user says that it is the source as it is (`--accept-source`). What was refused stays so, whatever
+//! is written to it. A file that is no disk in use, as a dump, is compared. After dsync itself has written to it, it is judged by the time at which that began.
 //!
 //! Four cases cannot be detected from outside:
 //!
@@ -34,8 +35,12 @@
 //!   durable before its times do: at once with `O_DIRECT`, or when the system writes the page back before the file system commits its
 //!   journal. After the power cut the file then has the new content and the old times. `fsync` by the writer makes both durable.
 
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use device::{Boot, DiskKind, Folder, Identity, Life, WriteCounts};
 use serde::{Deserialize, Serialize};
+use trackers::TrackedDisk;
 
 use crate::{Gap, SourceError};
 
@@ -75,7 +80,65 @@ pub(crate) struct ImageStamp {
     /// It is tracked by clones, which makes it a disk in use as well.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cloned: bool,
+    /// So does this: it is a disk of a VM.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub of_machine: bool,
+    /// The file at the source's path, where a moment of it was read elsewhere: then the identity is not that of the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<FileMark>,
+    /// When dsync began to write to it as to a replica, in nanoseconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overwritten: Option<i64>,
 }
+
+/// Which file is at a path, and when it was written to last.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FileMark {
+    ino: u64,
+    /// In nanoseconds since 1970; `None` where the file system does not tell. A number may be that of another file that is gone.
+    born_ns: Option<i64>,
+    /// In nanoseconds since 1970.
+    mtime_ns: i64,
+    /// The id of the boot in which it was looked at.
+    boot: String,
+}
+
+/// A file system may keep times in memory for as long, which a power cut takes with it (`lazytime`).
+const IN_MEMORY_NS: i64 = 24 * 3600 * 1_000_000_000;
+
+/// By how much the clock of a file system may be behind ours.
+const SKEW_NS: i64 = 60 * 1_000_000_000;
+
+impl FileMark {
+    /// Looks at the file at a path; `None` if there is none.
+    pub(crate) fn of(path: &Path) -> Option<FileMark> {
+        let found = device::identity(path).ok().filter(|found| found.kind == DiskKind::File)?;
+        let born = std::fs::metadata(path).and_then(|file| file.created()).ok();
+        let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
+        let born_ns = born.and_then(|born| i64::try_from(born.as_nanos()).ok());
+        Some(FileMark { ino: found.ino, born_ns, mtime_ns: found.mtime_ns, boot: Boot::of(&[path]).id })
+    }
+
+    /// The mark of the file at a path. Where each write was told, the file is the one before, whatever is at the path by now: who writes holds it.
+    pub(crate) fn next(before: Option<FileMark>, path: &Path) -> Option<FileMark> {
+        before.filter(|before| before.other(path, true).is_some()).or_else(|| FileMark::of(path))
+    }
+
+    /// That the file at a path is older than this one, or another one whose content is not that of this one by its times: others have put a backup in its
+    /// place. Only of a disk in use another one is no newer version of it.
+    fn other(&self, path: &Path, in_use: bool) -> Option<Gap> {
+        let now = FileMark::of(path)?;
+        let lost = if now.boot == self.boot { 0 } else { IN_MEMORY_NS };
+        let is_older = now.mtime_ns.saturating_add(lost) < self.mtime_ns;
+        let moved =
+            in_use && (now.ino, now.born_ns) != (self.ino, self.born_ns) && now.mtime_ns != self.mtime_ns;
+        let place = if moved { IN_ITS_PLACE } else { "" };
+        (is_older || moved).then(|| other_content(place, now.mtime_ns, self.mtime_ns))
+    }
+}
+
+/// What is said of another file.
+const IN_ITS_PLACE: &str = "another file is in its place, ";
 
 fn is_unknown(time: &i64) -> bool {
     *time == 0
@@ -156,7 +219,7 @@ impl ImageStamp {
 
     /// True for a disk in use, of which no older content is taken without a word.
     pub(crate) fn is_in_use(&self) -> bool {
-        self.served || self.cloned
+        self.served || self.cloned || self.of_machine
     }
 
     /// Removes the stamp, which is no longer valid.
@@ -170,19 +233,23 @@ impl ImageStamp {
     pub(crate) fn overwritten(folder: &dyn Folder) -> Result<(), SourceError> {
         match ImageStamp::read(folder)? {
             Some(stamp) if stamp.lost != Some(Gap::AsReplica) => {
-                ImageStamp { lost: Some(Gap::AsReplica), ..stamp }.write(folder)
+                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                let overwritten = i64::try_from(now.as_nanos()).ok();
+                ImageStamp { lost: Some(Gap::AsReplica), overwritten, ..stamp }.write(folder)
             }
             // There is none to be trusted.
             _ => Ok(()),
         }
     }
 
-    /// Why a record is not believed that was opened with so many blocks, for a disk of this size.
-    pub(crate) fn is_damaged(&self, marked: u64, size: u64) -> Option<String> {
-        let then = self.marked.filter(|then| self.identity.size == size && *then != marked)?;
-        Some(format!(
-            "the record in the state directory is damaged: it had {then} changed blocks, and now has {marked}"
-        ))
+    /// Why the record of a disk that was opened with it is not believed.
+    pub(crate) fn damage(&self, disk: &TrackedDisk, now: &Identity) -> Result<Option<Gap>, SourceError> {
+        let marked = disk.dirty().map_err(SourceError::memory(&now.path))?.count();
+        let then = self.marked.filter(|then| self.identity.size == now.size && *then != marked);
+        Ok(then.map(|then| {
+            let why = "the record in the state directory is damaged: it had";
+            format!("{why} {then} changed blocks, and now has {marked}").into()
+        }))
     }
 
     pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
@@ -192,14 +259,22 @@ impl ImageStamp {
     /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
     /// was written to last through its server, in nanoseconds since 1970. Of a device nothing tells.
     pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64) -> Option<Gap> {
-        // What dsync has put in its place itself is known.
-        if !self.is_in_use() || now.is_block() || self.lost == Some(Gap::AsReplica) {
-            return None;
+        // Until its user has said that it is wanted.
+        if let Some(other @ Gap::OtherContent(_)) = &self.lost {
+            return Some(other.clone());
+        }
+        if let Some(file) = &self.file {
+            return file.other(&now.path, self.is_in_use());
         }
         let then = &self.identity;
-        // Its last moment was read elsewhere, and of the file nothing is recorded here.
-        if then.kind == DiskKind::Export {
+        if !self.is_in_use() || now.is_block() || then.kind == DiskKind::Export {
             return None;
+        }
+        // What dsync has put in its place itself is known, and is newer than when it began.
+        if self.lost == Some(Gap::AsReplica) {
+            let began = self.overwritten.unwrap_or(i64::MIN).saturating_sub(SKEW_NS);
+            let is_as_before = (then.ino, then.mtime_ns) == (now.ino, now.mtime_ns);
+            return (now.mtime_ns < began && !is_as_before).then(|| other_content("", now.mtime_ns, began));
         }
         let moved = (then.kind, then.ino) != (now.kind, now.ino);
         let (recorded, older) = match self.clean {
@@ -216,7 +291,7 @@ impl ImageStamp {
         if same && now.ctime_ns >= then.ctime_ns || !moved && !older {
             return None;
         }
-        Some(other_content(if moved { "another file is in its place, " } else { "" }, now.mtime_ns, recorded))
+        Some(other_content(if moved { IN_ITS_PLACE } else { "" }, now.mtime_ns, recorded))
     }
 
     /// Whether the record of this stamp can be trusted for the image as it is.
@@ -328,6 +403,9 @@ mod tests {
             durable: 0,
             served: true,
             cloned: false,
+            of_machine: false,
+            file: None,
+            overwritten: None,
         }
     }
 

@@ -152,7 +152,14 @@ impl WantedBlocks {
         let Count { mut blocks, mut extents, mut bytes, mut read } = Count::default();
         let mut wants = self.wants(disk);
         while let Some(want) = wants.next()? {
-            let (Want::Read(range) | Want::Zero(range) | Want::Unread(range)) = &want;
+            let range = match &want {
+                Want::Read(range) | Want::Unread(range) => range.clone(),
+                // With its size a disk gets zeroes from there on.
+                Want::Zero(range) => range.start..range.end.min(self.all_from),
+            };
+            if range.is_empty() {
+                continue;
+            }
             extents += 1;
             bytes += range.end - range.start;
             blocks += (range.end - range.start).div_ceil(self.block_size);

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use source::{GroupHandle, Handle, SourceError, SourceOptions, StateDir};
+use source::{AtRest, GroupHandle, Handle, SourceError, SourceOptions, StateDir};
 
 use crate::error::SyncError;
 use crate::roles::ended::demoted_disks;
@@ -57,7 +57,7 @@ fn settle(state: &dyn Site, what: &str) -> Result<(), SyncError> {
 /// Attaches to the members of a group, which have to be of one promotion.
 pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Result<GroupHandle, SyncError> {
     // Clones of several images are of several moments: a file system that is frozen makes none, as FICLONE waits for the thaw.
-    let options = SourceOptions { at_rest: true, ..options.clone() };
+    let options = SourceOptions { at_rest: AtRest::Needed, ..options.clone() };
     attach_members(state, name, |path| attach(state, path, &options))
 }
 
@@ -104,7 +104,11 @@ pub fn attach_told_group(
     source::check_promotion(name, &known)?;
     let mut handles = Vec::new();
     for member in members {
-        let options = SourceOptions { at_rest: true, ..member.options.clone() };
+        let at_rest = match member.options.at_rest {
+            AtRest::NotNeeded => AtRest::Needed,
+            asked => asked,
+        };
+        let options = SourceOptions { at_rest, ..member.options.clone() };
         let handle = attach(state, &member.path.to_string_lossy(), &options)?;
         let uuid = handle.about().uuid;
         let known = known.iter().find(|(_, about, _)| about.uuid == uuid);

@@ -12,7 +12,7 @@ use extents::Bitmap;
 use lineage::Lives;
 use replica::{Demotion, GaveUp, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
-use source::{Handle, History, SourceError, SourceMembership, SourceMetadata, SourceOptions};
+use source::{AtRest, Handle, History, SourceError, SourceMembership, SourceMetadata, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -167,7 +167,7 @@ pub(crate) fn demote_if(
         )));
     };
     admit(&place, &path)?;
-    let handle = state.attach(what, &SourceOptions { at_rest: true, ..options.open.clone() })?;
+    let handle = state.attach(what, &SourceOptions { at_rest: AtRest::Needed, ..options.open.clone() })?;
     let watch = options.watch.clone().map_or_else(|| watch(&handle, options), |watch| Ok(Some(watch)))?;
     let found = follow(&handle, options, at, progress);
     let about = handle.about().clone();

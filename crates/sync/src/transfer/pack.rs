@@ -79,7 +79,7 @@ pub(crate) fn pack(
     match packing.compress {
         None => {
             while let Some((frame, end)) = frames.next(None).map_err(reading)? {
-                totals.add(&frame, block_size);
+                totals.add(&frame, block_size, plan.wanted.all_from);
                 let unit = encoder.frame(frame)?;
                 sink.unit(unit)?;
                 view.taken(end);
@@ -97,7 +97,7 @@ pub(crate) fn pack(
                     read.store(frames.bytes_read(), Relaxed);
                     sequence += 1;
                     if let Some((frame, _)) = &next {
-                        totals.add(frame, block_size);
+                        totals.add(frame, block_size, plan.wanted.all_from);
                     }
                     Ok(next.map(|(frame, end)| (sequence - 1, frame, end)))
                 },
