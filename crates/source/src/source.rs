@@ -601,7 +601,6 @@ impl Source {
             cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
             of_machine: options.at_rest == AtRest::OfMachine || closed.as_ref().is_some_and(|c| c.of_machine),
             file: backing.elsewhere().and_then(|_| FileMark::next(before, &identity.path)),
-            overwritten: closed.as_ref().and_then(|c| c.overwritten).filter(|_| lost == Some(Gap::AsReplica)),
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = match verdict {

@@ -55,8 +55,20 @@ impl Sites {
     fn booted(&self) -> Background {
         let mut running = self.rehearse("vm:t1", &[]).start();
         running.wait_to_say("t1-rehearsal runs from the replicas");
-        self.far.writes_on(REHEARSED);
+        self.writes();
         running
+    }
+
+    /// Waits until the rehearsed guest has written more than it had.
+    fn writes(&self) {
+        let written = || {
+            let said = self.far.virsh(["domblkstat", REHEARSED, "vda"]).ok().text();
+            let bytes =
+                said.lines().find_map(|line| line.strip_prefix("vda wr_bytes ")?.trim().parse::<u64>().ok());
+            bytes.unwrap_or_else(|| panic!("no count: {said}"))
+        };
+        let before = written();
+        until("the guest writes", || written() > before);
     }
 
     /// Fails if the VM or a file of a rehearsal is left.
@@ -82,7 +94,7 @@ fn a_vm_runs_from_its_replicas_while_they_are_synced_and_nothing_stays() {
     sites.rehearse("vm:t1", &[]).code(6).says(&["t1-rehearsal runs already"]);
     sites.near.virsh(["suspend", VM]).ok();
     sites.sync();
-    sites.far.writes_on(REHEARSED);
+    sites.writes();
     running.signal(Signal::INT);
     let said = running.output(Duration::from_secs(60));
     assert!(said.status.success() && said.text().contains("t1-rehearsal was ended after"), "{said}");

@@ -22,6 +22,7 @@ use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use source::{StateDir, export_name};
+use uuid::Uuid;
 
 use super::define::{CarriedFiles, DiskPlace, with_images};
 use super::rehearsed::alone;
@@ -194,6 +195,7 @@ impl Exports for RehearsedDisks {
 struct BootedVm {
     /// As libvirt calls it.
     name: String,
+    vm: Virsh,
     left_out: Vec<String>,
     virsh: Child,
     server: nbd::Server,
@@ -219,12 +221,12 @@ impl BootedVm {
             None => Ok(()),
         };
         let socket = folder.path().join("disks.sock");
-        let nvram = carried.nvram().and_then(disk_of).map(|content| {
-            let path = folder.path().join("nvram");
-            super::carry::put(&path, &read(content)?)?;
-            give(&path).map(|()| path)
-        });
-        let nvram = nvram.transpose()?;
+        // Without one that was carried, libvirt makes it there.
+        let nvram = folder.path().join("nvram");
+        if let Some(content) = carried.nvram().and_then(disk_of) {
+            super::carry::put(&nvram, &read(content)?)?;
+            give(&nvram)?;
+        }
         let definition = disk_of(carried.definition).map(read).transpose()?.unwrap_or_default();
         let text = String::from_utf8_lossy(&definition);
         let unread = |why: String| {
@@ -232,9 +234,10 @@ impl BootedVm {
         };
         let export =
             |target: &str| Some(DiskPlace::Export(&socket, export_name(carried.image(target)?.as_ref())));
-        let defined = with_images(text.trim_end(), export, nvram.as_deref()).map_err(unread)?;
+        let defined = with_images(text.trim_end(), export, None).map_err(unread)?;
+        let uuid = Uuid::new_v4();
         let name = format!("{}-rehearsal", super::domain::Domain::read(&text)?.name);
-        let alone = alone(&defined.text, &name, &defined.left).map_err(unread)?;
+        let alone = alone(&defined.text, (&name, uuid), &nvram, &defined.left).map_err(unread)?;
         let images = shown.iter().filter(|(path, _)| path.extension().is_some_and(|end| end == "img"));
         let disks = images.map(|(path, disk)| (export_name(path), disk.disk())).collect();
         let server = nbd::Server::new(Arc::new(RehearsedDisks(disks)));
@@ -250,8 +253,10 @@ impl BootedVm {
             ))
             .into());
         }
-        let virsh = start(&name, folder.path())?;
-        Ok(BootedVm { name, left_out: alone.left_out.into_iter().collect(), virsh, server, folder })
+        // By its UUID, so that no other VM of that name is taken for it.
+        let vm = Virsh::of(&uuid.to_string());
+        let virsh = start(&name, &vm, folder.path())?;
+        Ok(BootedVm { name, vm, left_out: alone.left_out.into_iter().collect(), virsh, server, folder })
     }
 
     /// Waits for the end, and says why that has come, and what there is to say of a check.
@@ -265,7 +270,6 @@ impl BootedVm {
         let environment = [("DSYNC_VM", self.name.clone())];
         let check = args.check.as_deref().map(|check| UserCommand::start(check, &environment));
         let mut check = check.transpose().context("cannot start the command of --check")?;
-        let virsh = Virsh::of(&self.name);
         loop {
             if let Some(running) = &mut check {
                 if let Some(status) = running.ended() {
@@ -275,11 +279,13 @@ impl BootedVm {
                     return Ok((if well { RehearsalEnd::Checked } else { RehearsalEnd::CheckFailed }, said));
                 }
             }
-            let condition = virsh.condition();
+            let condition = self.vm.condition();
             let ended = match &condition {
                 _ if signals.pending().next().is_some() => Some(RehearsalEnd::Stopped),
                 _ if args.lasts.is_some_and(|limit| began.elapsed() >= limit) => Some(RehearsalEnd::TimeOver),
-                Err(_) if virsh::seek(&self.name)?.is_none() => Some(RehearsalEnd::Off),
+                Err(_) if virsh::seek(&self.name).is_ok_and(|found| found.is_none()) => {
+                    Some(RehearsalEnd::Off)
+                }
                 _ => None,
             };
             if let Some(ended) = ended {
@@ -299,9 +305,9 @@ impl BootedVm {
 
     /// Ends the VM, and then what it ran from.
     fn end(self) -> Result<()> {
-        let BootedVm { name, mut virsh, server, folder, .. } = self;
+        let BootedVm { vm, mut virsh, server, folder, .. } = self;
         // It may have ended by itself.
-        let _ = Virsh::of(&name).destroy()?;
+        let _ = vm.destroy()?;
         drop(virsh.stdin.take());
         virsh.wait()?;
         server.shutdown(PATIENCE);
@@ -312,7 +318,7 @@ impl BootedVm {
 /// The file of the definition.
 const DEFINITION: &str = "vm.xml";
 /// Starts a VM, by a virsh that is connected for as long as it lives.
-fn start(name: &str, folder: &Path) -> Result<Child> {
+fn start(name: &str, vm: &Virsh, folder: &Path) -> Result<Child> {
     let said = folder.join("said");
     let mut virsh = Command::new("virsh");
     virsh.env("LC_ALL", "C").current_dir(folder).process_group(0);
@@ -321,7 +327,7 @@ fn start(name: &str, folder: &Path) -> Result<Child> {
     if let Some(words) = &mut virsh.stdin {
         writeln!(words, "create {DEFINITION} --autodestroy")?;
     }
-    let (began, vm) = (Instant::now(), Virsh::of(name));
+    let began = Instant::now();
     let why = loop {
         if vm.condition().is_ok_and(|condition| condition.starts_with("running")) {
             return Ok(virsh);

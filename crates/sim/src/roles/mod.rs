@@ -124,6 +124,8 @@ pub(crate) struct Disk {
     pub words: Vec<Vec<u8>>,
     /// It was brought back to an earlier moment since its last commit.
     pub rewound: bool,
+    /// A failback has replaced blocks of it.
+    pub replaced: bool,
 }
 
 pub(crate) struct Run {
@@ -165,6 +167,7 @@ impl Run {
                 place: Place::default(),
                 words: Vec::new(),
                 rewound: false,
+                replaced: false,
             })
             .collect();
         for (at, disk) in disks.iter().enumerate() {

@@ -83,6 +83,7 @@ impl Run {
         }
         self.disks[to].rewound = false;
         if demoted && !adopt {
+            self.disks[to].replaced = true;
             self.table.note(format!("roles: failbacks, {}", short(&summary.trust)));
             self.check_union(from, (&own, since.filter(|_| !consents)), &summary)?;
         }
@@ -133,7 +134,8 @@ impl Run {
         (own, since): (&Place, Option<Uuid>),
         summary: &sync::Summary,
     ) -> Checked {
-        if !self.calm || summary.trust != "tracked" {
+        // Where a failback has replaced blocks, that moves as well.
+        if !self.calm || summary.trust != "tracked" || self.disks[from].replaced {
             return Ok(());
         }
         let there = &self.disks[from].place;

@@ -36,7 +36,7 @@
 //!   journal. After the power cut the file then has the new content and the old times. `fsync` by the writer makes both durable.
 
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::UNIX_EPOCH;
 
 use device::{Boot, DiskKind, Folder, Identity, Life, WriteCounts};
 use serde::{Deserialize, Serialize};
@@ -86,9 +86,6 @@ pub(crate) struct ImageStamp {
     /// The file at the source's path, where a moment of it was read elsewhere: then the identity is not that of the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<FileMark>,
-    /// When dsync began to write to it as to a replica, in nanoseconds since 1970.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub overwritten: Option<i64>,
 }
 
 /// Which file is at a path, and when it was written to last.
@@ -105,9 +102,6 @@ pub(crate) struct FileMark {
 
 /// A file system may keep times in memory for as long, which a power cut takes with it (`lazytime`).
 const IN_MEMORY_NS: i64 = 24 * 3600 * 1_000_000_000;
-
-/// By how much the clock of a file system may be behind ours.
-const SKEW_NS: i64 = 60 * 1_000_000_000;
 
 impl FileMark {
     /// Looks at the file at a path; `None` if there is none.
@@ -130,8 +124,10 @@ impl FileMark {
         let now = FileMark::of(path)?;
         let lost = if now.boot == self.boot { 0 } else { IN_MEMORY_NS };
         let is_older = now.mtime_ns.saturating_add(lost) < self.mtime_ns;
-        let moved =
-            in_use && (now.ino, now.born_ns) != (self.ino, self.born_ns) && now.mtime_ns != self.mtime_ns;
+        let reborn = now.born_ns.zip(self.born_ns).is_some_and(|(now, then)| now != then);
+        // Where it is mounted anew, a file system without times of birth may number its files anew.
+        let renumbered = now.ino != self.ino && (now.boot == self.boot || now.born_ns.is_some());
+        let moved = in_use && (reborn || renumbered) && now.mtime_ns != self.mtime_ns;
         let place = if moved { IN_ITS_PLACE } else { "" };
         (is_older || moved).then(|| other_content(place, now.mtime_ns, self.mtime_ns))
     }
@@ -233,9 +229,7 @@ impl ImageStamp {
     pub(crate) fn overwritten(folder: &dyn Folder) -> Result<(), SourceError> {
         match ImageStamp::read(folder)? {
             Some(stamp) if stamp.lost != Some(Gap::AsReplica) => {
-                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                let overwritten = i64::try_from(now.as_nanos()).ok();
-                ImageStamp { lost: Some(Gap::AsReplica), overwritten, ..stamp }.write(folder)
+                ImageStamp { lost: Some(Gap::AsReplica), ..stamp }.write(folder)
             }
             // There is none to be trusted.
             _ => Ok(()),
@@ -246,10 +240,12 @@ impl ImageStamp {
     pub(crate) fn damage(&self, disk: &TrackedDisk, now: &Identity) -> Result<Option<Gap>, SourceError> {
         let marked = disk.dirty().map_err(SourceError::memory(&now.path))?.count();
         let then = self.marked.filter(|then| self.identity.size == now.size && *then != marked);
-        Ok(then.map(|then| {
-            let why = "the record in the state directory is damaged: it had";
-            format!("{why} {then} changed blocks, and now has {marked}").into()
-        }))
+        let why = |then| {
+            format!(
+                "the record in the state directory is damaged: it had {then} changed blocks, and now has {marked}"
+            )
+        };
+        Ok(then.map(|then| why(then).into()))
     }
 
     pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
@@ -263,18 +259,18 @@ impl ImageStamp {
         if let Some(other @ Gap::OtherContent(_)) = &self.lost {
             return Some(other.clone());
         }
+        let then = &self.identity;
+        // What dsync has put in its place itself may be another file, and is no older one.
+        if self.lost == Some(Gap::AsReplica) {
+            let before = self.file.as_ref().map_or(then.mtime_ns, |file| file.mtime_ns);
+            let is_older = self.is_in_use() && !now.is_block() && now.mtime_ns < before;
+            return is_older.then(|| other_content("", now.mtime_ns, before));
+        }
         if let Some(file) = &self.file {
             return file.other(&now.path, self.is_in_use());
         }
-        let then = &self.identity;
         if !self.is_in_use() || now.is_block() || then.kind == DiskKind::Export {
             return None;
-        }
-        // What dsync has put in its place itself is known, and is newer than when it began.
-        if self.lost == Some(Gap::AsReplica) {
-            let began = self.overwritten.unwrap_or(i64::MIN).saturating_sub(SKEW_NS);
-            let is_as_before = (then.ino, then.mtime_ns) == (now.ino, now.mtime_ns);
-            return (now.mtime_ns < began && !is_as_before).then(|| other_content("", now.mtime_ns, began));
         }
         let moved = (then.kind, then.ino) != (now.kind, now.ino);
         let (recorded, older) = match self.clean {
@@ -405,7 +401,6 @@ mod tests {
             cloned: false,
             of_machine: false,
             file: None,
-            overwritten: None,
         }
     }
 

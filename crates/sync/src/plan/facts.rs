@@ -67,8 +67,8 @@ pub(crate) fn facts<'a>(
 
 /// Where a replica has later epochs or batches of this source than that knows of: what was recorded since does not hold, and what follows is a
 /// branch of its own.
-pub(crate) fn note_older(handle: &Handle, branch: Branch, status: &StatusReply, options: &SyncOptions) {
-    if !options.adopt && is_older(handle, branch, status) {
+pub(crate) fn note_older(handle: &Handle, branch: Branch, status: &StatusReply) {
+    if is_older(handle, branch, status) {
         handle.outdate("its state was restored from a copy");
         // Where it cannot be written, this replica is refused all the same.
         let _ = handle.branch(&status.replica.role.lives);

@@ -21,7 +21,7 @@ pub(crate) fn pick(
     options: &SyncOptions,
 ) -> Result<Choice, SyncError> {
     let known = facts(handle, status, name, options)?;
-    note_older(handle, known.branch, status, options);
+    note_older(handle, known.branch, status);
     let choice = choose(&known, status, options)?;
     if options.adopt {
         let about = handle.about();

@@ -552,7 +552,7 @@ fn refuse_sources(
     if status.primary.is_none() && !options.repair && !is_older(handle, facts.branch, status) {
         return Ok(());
     }
-    note_older(handle, facts.branch, status, &sync);
+    note_older(handle, facts.branch, status);
     refuse_diverged(&facts, status, &sync)?;
     refuse_foreign(&facts, status, &sync)?;
     refuse_emptied(&facts, status, &sync)?;
