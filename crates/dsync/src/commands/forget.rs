@@ -218,7 +218,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         opened => opened?,
     };
     let status = replica.status();
-    let state = match status.epoch {
+    let kept = match status.epoch {
         _ if status.state == replica::State::Incomplete => "remains incomplete".to_owned(),
         Some(epoch) => format!("remains as it is, at epoch {}", epoch.number),
         None => "remains as it is".to_owned(),
@@ -228,6 +228,12 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     if !args.dry_run {
         replica.disown()?;
         known.remove(&listed)?;
+        if source::restored(state, &path)? {
+            output.warn(&format!(
+                "{} is the source that it was, and was restored: the first sync to each of its replicas needs --accept-source, as the replica may be newer",
+                path.display()
+            ));
+        }
     }
     if is_gone {
         let cost = format!(
@@ -237,7 +243,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         Forgotten { kind: "replica", path: &path, bookmark: None, cost, dry_run: args.dry_run }.say(output);
         return Ok(());
     }
-    forgotten(&path, &state, moments, args.dry_run, output)
+    forgotten(&path, &kept, moments, args.dry_run, output)
 }
 
 /// Says that a replica is forgotten, and what becomes of its file and of the moments that are kept.

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use device::{Dir, FolderLock, Storage};
 
-use crate::SourceError;
 use crate::record::stamp::ImageStamp;
 use crate::record::state::{SourceMetadata, StateDir};
+use crate::{Gap, SourceError};
 
 /// Notes that dsync is about to write to the disk at `path` as to a replica. What the sources that are stored there have recorded does not hold
 /// from then on, whatever `trust_device` says; the next sync of one compares. Of files those that were served: a backup that others put in their
@@ -30,6 +30,29 @@ pub fn overwritten(state: &StateDir, path: &Path) -> Result<(), SourceError> {
         drop(lock);
     }
     Ok(())
+}
+
+/// Notes that a disk to which dsync has written as to a replica is one no more: where it is a source, it was restored, perhaps from an older copy than one
+/// of its replicas is. Those are not brought up to date from it until its user says so. Durable on return; returns whether that is so.
+///
+/// # Errors
+/// `Busy` if another program holds it; if its state cannot be read or written.
+pub fn restored(state: &StateDir, path: &Path) -> Result<bool, SourceError> {
+    let mut is_restored = false;
+    for (place, about) in stored_at(state, path)? {
+        let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
+        let stamp = ImageStamp::read(&folder)?;
+        if !stamp.is_some_and(|stamp| stamp.is_in_use() && stamp.lost == Some(Gap::AsReplica)) {
+            continue;
+        }
+        let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
+            Ok(lock) => lock,
+            Err(holder) => return Err(SourceError::Busy { path: about.path, holder }),
+        };
+        is_restored |= ImageStamp::restored(&folder)?;
+        drop(lock);
+    }
+    Ok(is_restored)
 }
 
 fn is_device(path: &Path) -> bool {

@@ -181,6 +181,8 @@ const UNSERVED: &str = "the block device was written to after this state of it w
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
 /// The loss if the image is older than its history.
 const SET_BACK: &str = "the image was reset to an earlier state, from before its last epoch";
+/// What is said of a disk that was a replica for a while, and is the source again.
+const RESTORED: &str = "dsync has restored it, perhaps from an older copy";
 /// The loss if something else is at the path now.
 pub(crate) const REPLACED: &str = "another file or device is in its place";
 
@@ -234,6 +236,14 @@ impl ImageStamp {
             // There is none to be trusted.
             _ => Ok(()),
         }
+    }
+
+    /// Notes that what dsync wrote as to a replica is what the disk is from now on, unless something else was noted meanwhile. Durable on return.
+    pub(crate) fn restored(folder: &dyn Folder) -> Result<bool, SourceError> {
+        let stamp = ImageStamp::read(folder)?.filter(|stamp| stamp.lost == Some(Gap::AsReplica));
+        let lost = Some(Gap::OtherContent(RESTORED.into()));
+        let restored = stamp.map(|stamp| ImageStamp { lost, ..stamp });
+        restored.map_or(Ok(false), |stamp| stamp.write(folder).map(|()| true))
     }
 
     /// Why the record of a disk that was opened with it is not believed.
@@ -508,14 +518,17 @@ mod tests {
                 other(&moved(stamped - hour)).is_some_and(|why| why.to_string().contains("after what")),
                 "{clean}"
             );
+            // What dsync has put there may be another file, and is no older one.
+            for (then, is_older) in [(moved(stamped - hour), false), (at(stamped + hour), true)] {
+                let replica = ImageStamp { lost: Some(Gap::AsReplica), ..stamp(clean, &then) };
+                assert_eq!(replica.other(&now, &boot, 0).is_some(), is_older);
+            }
             for then in [at(stamped + 3 * hour), moved(stamped + 3 * hour)] {
                 let why = other(&then).unwrap();
                 assert!(why.to_string().contains("3 h before what was recorded"), "{why}");
                 // Whether or not its changes are known.
                 let lost = Some(Gap::Damaged);
                 assert!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0).is_some());
-                let lost = Some(Gap::AsReplica);
-                assert_eq!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
                 // Read from an export meanwhile.
                 let export = Identity { kind: DiskKind::Export, ..then.clone() };
                 assert_eq!(other(&export), None);
