@@ -14,6 +14,8 @@ use crate::failure::Failure;
 
 /// The definition's file has a multiple of these bytes, so that it seldom changes its size.
 const STEP: usize = 64 << 10;
+/// Begins the line behind the definition that says which replica each disk is.
+pub(super) const DISKS: &str = "dsync-disks";
 /// There are passwords in it.
 const MODE: u32 = 0o600;
 
@@ -46,11 +48,17 @@ impl Carried {
         Ok(Carried { definition, nvram })
     }
 
-    /// Writes them to their files, whose paths it returns.
+    /// Writes them to their files, whose paths it returns. The definition says of each disk, by its target, which replica is that: another disk may have
+    /// that target some day.
     ///
     /// # Errors
     /// If that fails.
-    pub(super) fn write(&self, state: &StateDir, name: &str) -> Result<Vec<PathBuf>, Failure> {
+    pub(super) fn write(
+        &self,
+        state: &StateDir,
+        name: &str,
+        disks: &[(String, String)],
+    ) -> Result<Vec<PathBuf>, Failure> {
         let folder = state.machines_folder();
         let failed = |path: &Path| {
             let text = format!("cannot write {}", path.display());
@@ -59,7 +67,9 @@ impl Carried {
         device::Dir::open(&folder).map_err(failed(&folder))?;
         let [path, of_nvram] = files(state, name);
         let was = path.metadata().map_or(0, |file| file.len() as usize);
-        put(&path, &padded(&self.definition, was)).map_err(failed(&path))?;
+        let disks: String = disks.iter().map(|(target, file)| format!(" {target}={file}")).collect();
+        let definition = format!("{}\n<?{DISKS}{disks}?>", self.definition.trim_end());
+        put(&path, &padded(&definition, was)).map_err(failed(&path))?;
         let mut paths = vec![path];
         if let Some(nvram) = &self.nvram {
             put(&of_nvram, nvram).map_err(failed(&of_nvram))?;

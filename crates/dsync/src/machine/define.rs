@@ -1,5 +1,6 @@
 //! The definition that came with the disks of a machine, as its replicas need it: with their paths in the place of those of the disks.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -17,7 +18,7 @@ use crate::output::Output;
 /// # Errors
 /// If there is none, and if the file cannot be written.
 pub(crate) fn define(dir: &Path, files: &[String], to: &Path, output: &Output) -> Result<()> {
-    let carried = CarriedFiles::among(files).ok_or_else(|| {
+    let mut carried = CarriedFiles::among(files).ok_or_else(|| {
         Failure::refused(format!(
             "there is no definition of a VM in {}: --define is for the replicas of \"dsync sync vm:NAME\"",
             dir.display()
@@ -27,6 +28,7 @@ pub(crate) fn define(dir: &Path, files: &[String], to: &Path, output: &Output) -
     let failed =
         |path: &Path| format!("cannot define the VM of {}: {}", definition.display(), path.display());
     let text = std::fs::read_to_string(&definition).with_context(|| failed(&definition))?;
+    carried.assign(&text);
     let image = |target: &str| carried.image(target).map(|file| DiskPlace::File(dir.join(file)));
     let nvram = carried.nvram().map(|file| dir.join(file));
     let defined = with_images(&text, image, nvram.as_deref())
@@ -49,6 +51,8 @@ pub(super) struct CarriedFiles<'a> {
     pub definition: &'a str,
     /// What the names of all begin with.
     name: &'a str,
+    /// Which replica each disk is, by its target, where its definition says so.
+    disks: Option<BTreeMap<String, String>>,
 }
 
 impl<'a> CarriedFiles<'a> {
@@ -56,11 +60,34 @@ impl<'a> CarriedFiles<'a> {
     pub(super) fn among(files: &'a [String]) -> Option<CarriedFiles<'a>> {
         let named = |file: &'a String| Some((file.as_str(), file.strip_suffix(".xml")?));
         let (definition, name) = files.iter().find_map(named)?;
-        Some(CarriedFiles { files, definition, name })
+        Some(CarriedFiles { files, definition, name, disks: None })
+    }
+
+    /// Takes from the text of the definition which replica each disk is.
+    pub(super) fn assign(&mut self, text: &str) {
+        let Ok(document) = Document::parse(text) else { return };
+        let said =
+            document.root().children().find_map(|node| node.pi().filter(|pi| pi.target == carry::DISKS));
+        let pairs = said.and_then(|said| said.value).map(|value| value.split_whitespace());
+        self.disks = pairs.map(|pairs| {
+            let pair =
+                |word: &str| word.split_once('=').map(|(target, file)| (target.to_owned(), file.to_owned()));
+            pairs.filter_map(pair).collect()
+        });
+    }
+
+    /// The target of a disk that was copied, and of which there is no replica among the files.
+    pub(super) fn lacking(&self) -> Option<&str> {
+        let is_there = |file: &String| self.files.contains(file);
+        self.disks.iter().flatten().find(|(_, file)| !is_there(file)).map(|(target, _)| target.as_str())
     }
 
     /// The file of the disk with this target.
     pub(super) fn image(&self, target: &str) -> Option<&'a str> {
+        if let Some(disks) = &self.disks {
+            let file = disks.get(target)?;
+            return self.files.iter().find(|of| *of == file).map(String::as_str);
+        }
         let is_meant = |file: &&str| {
             let rest = file.strip_prefix(self.name).and_then(|rest| rest.strip_prefix('-'));
             let rest = rest.and_then(|rest| rest.strip_prefix(target));
@@ -111,7 +138,8 @@ pub(super) fn with_images<'a>(
 ) -> Result<Defined, String> {
     let document = Document::parse(text).map_err(|error| error.to_string())?;
     let root = document.root_element();
-    let mut edits: Vec<Edit> = Vec::new();
+    let own = document.root().children().filter(|node| node.pi().is_some_and(|pi| pi.target == carry::DISKS));
+    let mut edits: Vec<Edit> = own.map(|node| (node.range(), String::new())).collect();
     let mut left = Vec::new();
     for disk in child(root, "devices").iter().flat_map(|devices| children(*devices, "disk")) {
         let Some(target) = child(disk, "target") else { continue };
@@ -182,6 +210,18 @@ mod tests {
             .replace("<backingStore type='file'><source file='/base'/></backingStore>", "")
             .replace("<target dev='vdb'/>", "<driver name='qemu' type='raw'/><source file='/r/vdb&apos;s &amp; more.img'/><target dev='vdb'/>");
         assert_eq!(defined.text, expected);
+        // Which replica each disk is stands behind it, and is taken out.
+        let carried = format!("{text}<?dsync-disks vda=a-vdb.img vdb=gone.img?>\n\n");
+        assert_eq!(
+            with_images(&carried, image, Some(Path::new("/r/a.nvram"))).unwrap().text.trim(),
+            expected.trim()
+        );
+        let files = ["a.xml", "a-vda.img", "a-vdb.img"].map(str::to_owned);
+        let mut named = CarriedFiles::among(&files).unwrap();
+        assert_eq!((named.image("vda"), named.lacking()), (Some("a-vda.img"), None));
+        named.assign(&carried);
+        assert_eq!((named.image("vda"), named.image("vdb")), (Some("a-vdb.img"), None));
+        assert_eq!(named.lacking(), Some("vdb"));
         // The other form of an NVRAM.
         let text = "<domain><os><nvram type='file'><source file='/var/x'/></nvram></os></domain>";
         let defined = with_images(text, |_| None, Some(Path::new("/r/n"))).unwrap();

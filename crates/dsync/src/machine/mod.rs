@@ -335,12 +335,14 @@ impl<'a> Machine<'a> {
         Ok(ToldMember { path: path.to_path_buf(), file, options })
     }
 
-    /// What the replica of a disk is called that is no member yet: by its target, unless that is what another's is called.
+    /// What the replica of a disk is called: as it is, or if it is no member yet by its target, unless that is what another's is called.
     fn file(&self, target: &str, path: &Path) -> Result<String> {
         let own = self.state.source(&path.to_string_lossy())?.map(|(_, about)| about.uuid);
-        let members = source::group_members(self.state, &self.group)?.into_iter();
-        let others = members.filter(|(_, about, _)| Some(about.uuid) != own);
-        let taken: Vec<String> = others.map(|(_, about, group)| group.file_of(&about.path)).collect();
+        let members = source::group_members(self.state, &self.group)?;
+        if let Some((_, about, group)) = members.iter().find(|(_, about, _)| Some(about.uuid) == own) {
+            return Ok(group.file_of(&about.path));
+        }
+        let taken: Vec<String> = members.iter().map(|(_, about, group)| group.file_of(&about.path)).collect();
         let mut file = format!("{}-{target}.img", self.name);
         let mut count = 1;
         while taken.contains(&file) {
@@ -376,6 +378,11 @@ impl<'a> Machine<'a> {
         }
         Ok(())
     }
+}
+
+/// Which replica each disk is, by its target.
+fn assigned<'a>(targets: impl Iterator<Item = &'a str>, members: &[ToldMember]) -> Vec<(String, String)> {
+    targets.zip(members).map(|(target, member)| (target.to_owned(), member.file.clone())).collect()
 }
 
 /// What a sync of a group did; `None` if nothing was to be done.

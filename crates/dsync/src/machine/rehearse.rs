@@ -207,7 +207,7 @@ impl BootedVm {
     /// Boots the machine whose replicas are shown. `dir` is their folder, as its user calls it.
     fn boot(shown: &[(PathBuf, Rehearsal)], dir: &Path) -> Result<BootedVm> {
         let files: Vec<String> = shown.iter().map(|(path, _)| source::file_name(path)).collect();
-        let carried = CarriedFiles::among(&files).ok_or_else(|| {
+        let mut carried = CarriedFiles::among(&files).ok_or_else(|| {
             Failure::refused(format!("there is no definition of a VM at that moment in {}", dir.display()))
         })?;
         let disk_of = |file: &str| files.iter().position(|of| of == file).map(|at| &shown[at].1);
@@ -229,6 +229,12 @@ impl BootedVm {
         }
         let definition = disk_of(carried.definition).map(read).transpose()?.unwrap_or_default();
         let text = String::from_utf8_lossy(&definition);
+        carried.assign(&text);
+        if let Some(disk) = carried.lacking() {
+            let what =
+                format!("{disk} was copied, and {} has no replica of it at that moment", dir.display());
+            return Err(Failure::refused(what).into());
+        }
         let unread = |why: String| {
             Failure::failed(format!("{} is not the definition of a VM: {why}", carried.definition))
         };

@@ -10,7 +10,7 @@ use sync::ToldMember;
 use super::carry::Carried;
 use super::domain::{Domain, Image};
 use super::running::{RECORDED, is_raw_device};
-use super::{How, Machine, Pushed, Untold};
+use super::{How, Machine, Pushed, Untold, assigned};
 use crate::commands::group_command::GroupSync;
 use crate::failure::Failure;
 
@@ -36,7 +36,8 @@ impl Machine<'_> {
             return Ok(None);
         }
         let before = Carried::read(&self.virsh, &self.domain)?;
-        members.extend(self.carried(before.write(self.state, &self.name)?));
+        let disks = assigned(self.disks().map(|(target, _)| target), &members);
+        members.extend(self.carried(before.write(self.state, &self.name, &disks)?));
         let group = sync::attach_told_group(self.state, &self.group, &members)?;
         let group = self.still_off(group, &before)?;
         for (((target, image), handle), is_recorded) in self.disks().zip(group.members()).zip(recorded) {

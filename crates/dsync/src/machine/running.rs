@@ -15,7 +15,7 @@ use super::carry::Carried;
 use super::domain::{Domain, Image};
 use super::job::{self, Basis, Begun, Job, Part, name_at};
 use super::made::Made;
-use super::{How, Machine, Pushed, Untold};
+use super::{How, Machine, Pushed, Untold, assigned};
 use crate::commands::group_command::GroupSync;
 use crate::commands::sync_command::TRACKED;
 use crate::failure::Failure;
@@ -46,7 +46,8 @@ impl Machine<'_> {
         let (name, mut parts, carried) = self.begin(&begun, sync)?;
         let shown = |part| self.shown(part, &begun, &name);
         let mut members = parts.iter().map(shown).collect::<Result<Vec<_>>>()?;
-        members.extend(self.carried(carried.write(self.state, &self.name)?));
+        let disks = assigned(parts.iter().map(|part| part.target.as_str()), &members);
+        members.extend(self.carried(carried.write(self.state, &self.name, &disks)?));
         let group = sync::attach_told_group(self.state, &self.group, &members)?;
         // What does not fit is known by now.
         for (part, handle) in parts.iter_mut().zip(group.members()).filter(|(part, _)| part.since.is_ok()) {
