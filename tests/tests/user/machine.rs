@@ -339,7 +339,10 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
     assert_eq!(std::fs::read(of(".nvram")).expect("the NVRAM"), vec![7; 1 << 18]);
     let carried = std::fs::read_to_string(of(".xml")).expect("the definition");
     let defined = host.virsh(["dumpxml", "--inactive", "--security-info", ODD]).ok().text();
-    assert_eq!(carried.trim_end(), defined.trim_end());
+    // And behind it which replica each disk is.
+    let (definition, disks) = carried.split_once("<?dsync-disks").expect("the disks");
+    assert_eq!(definition.trim_end(), defined.trim_end());
+    assert!(disks.contains("-vda.img vdb=") && disks.trim_end().ends_with("-vdb.img?>"), "{disks}");
     // What was written last, with the VM off: nothing is given up.
     assert!(sync().ok().text().contains("vda: compared: the VM ran at its last sync"));
     let group =

@@ -250,6 +250,10 @@ impl Run {
             self.check_synced(one, other)?;
         }
         self.apart[to] = false;
+        // A disk that was given up to the other site is in the group no more.
+        if Self::of_site(from).into_iter().any(|at| self.role(at) != Role::Source) {
+            return Ok(());
+        }
         self.check_records(to, "after a sync of the group")
     }
 
