@@ -323,6 +323,7 @@ impl BootedVm {
 
 /// The file of the definition.
 const DEFINITION: &str = "vm.xml";
+
 /// Starts a VM, by a virsh that is connected for as long as it lives.
 fn start(name: &str, vm: &Virsh, folder: &Path) -> Result<Child> {
     let said = folder.join("said");
