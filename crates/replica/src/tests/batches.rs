@@ -304,8 +304,7 @@ fn a_journal_without_room_jams_nothing() {
     }
 }
 
-/// One sync of the journal commits a batch, however many there are.
-/// What was received of the first batch in a journal is no part of an epoch, with which a replica could go another way than its source.
+/// What was received of the first batch in a journal does not count as a part of an epoch, from which another branch could go on.
 #[test]
 fn a_part_of_a_batch_is_dropped() {
     let source = source();
@@ -332,6 +331,7 @@ fn a_part_of_a_batch_is_dropped() {
     assert!(world.holds(&source.images[0]));
 }
 
+/// One sync of the journal commits a batch, however many there are.
 #[test]
 fn a_batch_costs_one_sync() {
     let source = source();
