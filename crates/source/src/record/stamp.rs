@@ -21,7 +21,8 @@
 //! one was rolled back, whatever a power cut may have taken. Where a file is a disk in use (it was ever served or tracked, or is one of a
 //! VM), one that is older than its record, or another in its place, is no disk to bring its replicas up to date from: sync, mirror and
 //! `verify --repair` refuse it until its user says that it is the source as it is (`--accept-source`). What was refused stays so, whatever
-//! is written to it. A file that is no disk in use, as a dump, is compared. After dsync itself has written to it, it is judged by the time at which that began.
+//! is written to it. Any other file, such as a dump, is compared. A disk that dsync
+//! itself has restored is refused in the same way, once its user has it forgotten that it was a replica for that.
 //!
 //! Four cases cannot be detected from outside:
 //!
@@ -124,10 +125,12 @@ impl FileMark {
         let now = FileMark::of(path)?;
         let lost = if now.boot == self.boot { 0 } else { IN_MEMORY_NS };
         let is_older = now.mtime_ns.saturating_add(lost) < self.mtime_ns;
-        let reborn = now.born_ns.zip(self.born_ns).is_some_and(|(now, then)| now != then);
-        // Where it is mounted anew, a file system without times of birth may number its files anew.
-        let renumbered = now.ino != self.ino && (now.boot == self.boot || now.born_ns.is_some());
-        let moved = in_use && (reborn || renumbered) && now.mtime_ns != self.mtime_ns;
+        let is_another = match (now.born_ns, self.born_ns) {
+            (Some(now), Some(then)) => now != then,
+            // Some file systems number their files anew at each mount.
+            _ => now.ino != self.ino && now.boot == self.boot,
+        };
+        let moved = in_use && is_another && now.mtime_ns != self.mtime_ns;
         let place = if moved { IN_ITS_PLACE } else { "" };
         (is_older || moved).then(|| other_content(place, now.mtime_ns, self.mtime_ns))
     }
