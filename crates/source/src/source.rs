@@ -69,7 +69,7 @@ pub struct SourceOptions {
 }
 
 /// Whether a disk has to be at rest while it is open.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AtRest {
     /// It may be read by a clone.
     #[default]
@@ -467,8 +467,7 @@ impl Source {
         let stamp = ImageStamp::read(folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         let missing = Self::missing(folder, stamp.as_ref(), last.map_or(0, |last| last.number))?;
-        let elsewhere = moments::elsewhere(folder, last)?;
-        let lost = elsewhere.or(missing.map(Gap::from));
+        let lost = moments::elsewhere(folder, last)?.or(missing.map(Gap::from));
         let boot = backing.boot();
         let verdict = match (lost, &stamp) {
             (Some(why), _) => StampVerdict::Lost(why),

@@ -104,10 +104,7 @@ pub fn attach_told_group(
     source::check_promotion(name, &known)?;
     let mut handles = Vec::new();
     for member in members {
-        let at_rest = match member.options.at_rest {
-            AtRest::NotNeeded => AtRest::Needed,
-            asked => asked,
-        };
+        let at_rest = member.options.at_rest.max(AtRest::Needed);
         let options = SourceOptions { at_rest, ..member.options.clone() };
         let handle = attach(state, &member.path.to_string_lossy(), &options)?;
         let uuid = handle.about().uuid;
