@@ -92,6 +92,10 @@ fn a_vm_runs_from_its_replicas_while_they_are_synced_and_nothing_stays() {
         + &sites.far.virsh(["domblklist", REHEARSED]).ok().text();
     assert!(!said.contains("nowhere") && !said.contains("such.iso"), "{said}");
     sites.rehearse("vm:t1", &[]).code(6).says(&["t1-rehearsal runs already"]);
+    let mut waiting = sites.rehearse("vm:t1", &["--wait"]).start();
+    until("it waits", || waiting.stderr_so_far().contains("runs already"));
+    waiting.signal(Signal::INT);
+    assert!(!waiting.output(Duration::from_secs(20)).status.success());
     sites.near.virsh(["suspend", VM]).ok();
     sites.sync();
     sites.writes();

@@ -82,11 +82,9 @@ pub(crate) fn rehearse(args: &args::Rehearse, state: &StateDir, output: &Output)
     let (machine, moment) = machine_and_moment(&args.source)?;
     location::refuse_host(&args.destination, "rehearse")?;
     let group = folder_of_group(machine, &args.destination)?;
-    // Before anything starts a thread.
-    let mut signals = Signals::new([SIGINT, SIGTERM])?;
     let writes = Writes::Scratch(args.overlay.as_deref());
     let shown = rehearsal::open_group(&group, moment, writes, state)?;
-    let vm = BootedVm::boot(&shown, &args.destination)?;
+    let mut vm = BootedVm::boot(&shown, &args.destination)?;
     let at = shown.first().and_then(|(_, disk)| disk.at());
     let moment = at.map_or_else(String::new, |at| format!(" of {}", device::moment(at)));
     let left_out: Vec<String> = vm.left_out.clone();
@@ -100,7 +98,7 @@ pub(crate) fn rehearse(args: &args::Rehearse, state: &StateDir, output: &Output)
     ));
     let watch = rehearsal::Watch::start(shown.iter().map(|(_, disk)| disk.clone()).collect(), output)?;
     let began = Instant::now();
-    let checked = vm.attend(args, &mut signals, output);
+    let checked = vm.attend(args, output);
     let seconds = began.elapsed().as_secs_f64();
     let bytes_written = shown.iter().map(|(_, disk)| disk.taken()).sum();
     let name = vm.name.clone();
@@ -197,6 +195,8 @@ struct BootedVm {
     name: String,
     vm: Virsh,
     left_out: Vec<String>,
+    /// What ends it.
+    signals: Signals,
     virsh: Child,
     server: nbd::Server,
     /// The socket of the server, the definition and the NVRAM.
@@ -261,17 +261,15 @@ impl BootedVm {
         }
         // By its UUID, so that no other VM of that name is taken for it.
         let vm = Virsh::of(&uuid.to_string());
+        // Not before: while this waits for another rehearsal, a signal ends it at once.
+        let signals = Signals::new([SIGINT, SIGTERM])?;
         let virsh = start(&name, &vm, folder.path())?;
-        Ok(BootedVm { name, vm, left_out: alone.left_out.into_iter().collect(), virsh, server, folder })
+        let left_out = alone.left_out.into_iter().collect();
+        Ok(BootedVm { name, vm, left_out, signals, virsh, server, folder })
     }
 
     /// Waits for the end, and says why that has come, and what there is to say of a check.
-    fn attend(
-        &self,
-        args: &args::Rehearse,
-        signals: &mut Signals,
-        output: &Output,
-    ) -> Result<(RehearsalEnd, String)> {
+    fn attend(&mut self, args: &args::Rehearse, output: &Output) -> Result<(RehearsalEnd, String)> {
         let began = Instant::now();
         let environment = [("DSYNC_VM", self.name.clone())];
         let check = args.check.as_deref().map(|check| UserCommand::start(check, &environment));
@@ -287,7 +285,7 @@ impl BootedVm {
             }
             let condition = self.vm.condition();
             let ended = match &condition {
-                _ if signals.pending().next().is_some() => Some(RehearsalEnd::Stopped),
+                _ if self.signals.pending().next().is_some() => Some(RehearsalEnd::Stopped),
                 _ if args.lasts.is_some_and(|limit| began.elapsed() >= limit) => Some(RehearsalEnd::TimeOver),
                 Err(_) if virsh::seek(&self.name).is_ok_and(|found| found.is_none()) => {
                     Some(RehearsalEnd::Off)
@@ -303,7 +301,7 @@ impl BootedVm {
                 return Ok((ended, said.unwrap_or_default()));
             }
             if let Some(paused) = condition.ok().filter(|said| said.starts_with("paused")) {
-                output.warn_once(&format!("{} stands still: {paused}", self.name));
+                output.warn_once(&format!("{} does not run: it is {paused}", self.name));
             }
             std::thread::sleep(LOOK_EVERY);
         }

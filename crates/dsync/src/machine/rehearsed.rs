@@ -41,8 +41,7 @@ const SILENT: [&str; 5] = ["uuid", "metadata", "description", "resource", "emula
 /// What it boots by.
 const BOOT: [&str; 8] = ["type", "boot", "bootmenu", "bios", "smbios", "firmware", "loader", "nvram"];
 /// Devices that QEMU makes by itself.
-const DEVICES: [&str; 8] =
-    ["controller", "video", "memballoon", "watchdog", "panic", "sound", "iommu", "graphics"];
+const DEVICES: [&str; 5] = ["controller", "memballoon", "panic", "sound", "iommu"];
 /// Devices that carry characters, to wherever their type says.
 const PORTS: [&str; 4] = ["serial", "parallel", "console", "channel"];
 /// Their types that reach nobody beyond libvirt's own clients.
@@ -78,7 +77,11 @@ pub(super) fn alone(
     let systems = children(root, "sysinfo").flat_map(|sysinfo| children(sysinfo, "system"));
     let entries = systems.flat_map(|system| children(system, "entry"));
     edits.extend(entries.filter(|entry| entry.attribute("name") == Some("uuid")).map(removed));
-    let parts = root.children().filter(|part| !is_one(*part, &PARTS));
+    // A core dump goes to a file of this host.
+    let dumps = |part: &Node<'_, '_>| {
+        is_one(*part, &["on_crash"]) && part.text().is_some_and(|what| what.contains("coredump"))
+    };
+    let parts = root.children().filter(|part| !is_one(*part, &PARTS) || dumps(part));
     let os = child(root, "os").into_iter().flat_map(|os| os.children());
     let devices = child(root, "devices").into_iter().flat_map(|devices| devices.children());
     let unkept = os.filter(|part| !is_kept_to_boot(*part)).chain(devices.filter(|device| !is_kept(*device)));
@@ -102,7 +105,8 @@ pub(super) fn alone(
         }
         left_out.insert(target.to_owned());
     }
-    let screens = devices.into_iter().flat_map(|devices| children(devices, "graphics"));
+    let screens =
+        devices.into_iter().flat_map(|devices| children(devices, "graphics")).filter(|node| is_kept(*node));
     edits.extend(screens.flat_map(listens_here));
     edits.extend(child(root, "os").and_then(|os| own_nvram(os, nvram)));
     Ok(Alone { text: edited(text, edits), left_out })
@@ -133,6 +137,12 @@ fn is_kept(device: Node<'_, '_>) -> bool {
     }
     let is_input =
         is_one(device, &["input"]) && !has("source") && !matches!(kind, Some("passthrough" | "evdev"));
+    let is_screen = is_one(device, &["graphics"]) && matches!(kind, Some("vnc" | "spice"));
+    // One that draws by itself needs a device of this host, or another program.
+    let draws =
+        |node: Node<'_, '_>| node.has_attribute("rendernode") || node.attribute("type") == Some("vhostuser");
+    let is_card = is_one(device, &["video"]) && !device.descendants().any(draws);
+    let is_watchdog = is_one(device, &["watchdog"]) && device.attribute("action") != Some("dump");
     let is_silent = is_one(device, &["audio"]) && matches!(kind, Some("none" | "spice"));
     let backend = child(device, "backend");
     let is_random = is_one(device, &["rng"])
@@ -140,7 +150,8 @@ fn is_kept(device: Node<'_, '_>) -> bool {
             Some("random") => matches!(backend.text().map(str::trim), Some("/dev/urandom" | "/dev/random")),
             model => model == Some("builtin"),
         });
-    is_one(device, &["disk"]) || is_one(device, &DEVICES) || is_input || is_silent || is_random
+    let is_plain = is_one(device, &["disk"]) || is_one(device, &DEVICES);
+    is_plain || is_input || is_screen || is_card || is_watchdog || is_silent || is_random
 }
 
 /// Has a screen listen where libvirt does by itself, at a port that is free.
@@ -179,15 +190,17 @@ mod tests {
     fn a_rehearsal_reaches_nothing_beyond_it() {
         let kept = "<disk type='network' device='disk'><source protocol='nbd' name='a'/><target dev='vda'/></disk><controller type='usb'/><rng \
                     model='virtio'><backend model='random'>/dev/urandom</backend></rng><serial type='pty'/><channel type='unix'><target \
-                    type='virtio'/></channel><input type='tablet'/>";
+                    type='virtio'/></channel><input type='tablet'/><video><model type='virtio'/></video><watchdog \
+                    action='reset'/>";
         let text = format!(
             "<domain type='kvm' xmlns:q='http://libvirt.org/schemas/domain/qemu/1.0'><name>a&amp;b</name><uuid>8f3a</uuid><vcpu \
-             cpuset='1'>2</vcpu><cputune/><seclabel type='none'/><os><type>hvm</type><loader readonly='yes'>/srv/evil</loader><kernel>/boot/k</kernel><nvram \
+             cpuset='1'>2</vcpu><cputune/><on_crash>coredump-destroy</on_crash><seclabel type='none'/><os><type>hvm</type><loader readonly='yes'>/srv/evil</loader><kernel>/boot/k</kernel><nvram \
              template='/etc/shadow'><source file='/x'/></nvram></os><sysinfo type='smbios'><system><entry name='uuid'>8f3a</entry><entry \
              name='serial'>7</entry></system></sysinfo><devices><emulator>/bin/sh</emulator>{kept}<interface type='bridge'/><hostdev/><serial \
              type='tcp'/><serial type='pty'><log file='/etc/passwd'/></serial><channel type='unix'><source path='/x'/></channel><memory \
              model='nvdimm'/><rng><backend model='random'>/dev/mem</backend></rng><input type='evdev'><source \
-             dev='/dev/input/e'/></input><tpm/><audio type='file'/><new/><disk type='file' device='cdrom'><source file='/iso'/><target \
+             dev='/dev/input/e'/></input><tpm/><graphics type='dbus' address='unix:path=/x'/><video><model type='virtio'><acceleration \
+             rendernode='/dev/dri/x'/></model></video><watchdog action='dump'/><audio type='file'/><new/><disk type='file' device='cdrom'><source file='/iso'/><target \
              dev='sda'/></disk><disk type='network'><source/><target dev='vdb'/></disk><graphics type='vnc' port='5901' autoport='no' \
              listen='10.0.0.1' passwd='p'><listen type='address' address='10.0.0.1'/></graphics></devices><q:commandline><q:arg \
              value='-nic'/></q:commandline><q:devices/></domain>"
@@ -210,6 +223,7 @@ mod tests {
             "commandline",
             "cputune",
             "devices",
+            "graphics",
             "hostdev",
             "input",
             "interface",
@@ -217,12 +231,15 @@ mod tests {
             "loader",
             "memory",
             "new",
+            "on_crash",
             "rng",
             "sda",
             "seclabel",
             "serial",
             "tpm",
             "vdb",
+            "video",
+            "watchdog",
         ];
         assert_eq!(left_out, all);
         let firmware = "<domain><name>a</name><os firmware='efi'><type>hvm</type></os></domain>";
