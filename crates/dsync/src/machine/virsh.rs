@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use roxmltree::Document;
+use roxmltree::{Document, Node};
 use tempfile::NamedTempFile;
 
 use super::child as process;
@@ -79,10 +79,9 @@ pub(super) fn owner_of_qemu() -> Option<(u32, u32)> {
 
 fn owner(capabilities: &str) -> Option<(u32, u32)> {
     let document = Document::parse(capabilities).ok()?;
-    let models = document.descendants().filter(|node| node.has_tag_name("secmodel"));
-    let dac = models
-        .into_iter()
-        .find(|node| child(*node, "model").and_then(|model| model.text()) == Some("dac"))?;
+    let mut models = document.descendants().filter(|node| node.has_tag_name("secmodel"));
+    let is_dac = |node: &Node<'_, '_>| child(*node, "model").and_then(|model| model.text()) == Some("dac");
+    let dac = models.find(is_dac)?;
     let label = child(dac, "baselabel")?.text()?;
     let (user, group) = label.split_once(':')?;
     let number = |text: &str| text.trim_start_matches('+').parse().ok();
@@ -292,4 +291,22 @@ pub(super) fn quoted(text: &str) -> String {
 /// Quotes a path for XML.
 pub(super) fn quoted_path(path: &Path) -> String {
     quoted(&path.to_string_lossy())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_owner_of_qemu_is_read_from_the_capabilities() {
+        let model = |name: &str, label: &str| {
+            format!(
+                "<secmodel><model>{name}</model><doi>0</doi><baselabel type='kvm'>{label}</baselabel></secmodel>"
+            )
+        };
+        let said = |models: String| format!("<capabilities><host>{models}</host></capabilities>");
+        let both = said(model("selinux", "system_u:system_r:svirt_t:s0") + &model("dac", "+64055:+994"));
+        assert_eq!(owner(&both), Some((64055, 994)));
+        assert_eq!(owner(&said(model("selinux", "a:b"))), None);
+    }
 }
