@@ -42,8 +42,16 @@ impl Access {
 /// A lock on an image; released when dropped.
 #[derive(Debug)]
 pub struct ImageLock {
-    // The locks are released with the last descriptor of this open file, which is not shared.
-    _file: File,
+    file: File,
+}
+
+impl Drop for ImageLock {
+    /// By name: closing is not enough while a child that another thread has just forked still shares the open file.
+    fn drop(&mut self) {
+        let mut all = byte_lock(libc::F_UNLCK, USED);
+        all.l_len = 2 * (NOT_SHARED - USED) as libc::off_t;
+        let _ = set(&self.file, &all);
+    }
 }
 
 /// The way out if dsync itself holds the lock: for a source with the same state directory, it would have been reported as in use.
@@ -65,7 +73,7 @@ pub fn lock_image(path: &Path, access: Access) -> Result<ImageLock, DeviceError>
     };
     let file = File::open(path).map_err(fail)?;
     for byte in access.uses().iter().map(|n| USED + n).chain(DENIED.map(|n| NOT_SHARED + n)) {
-        lock(&file, byte).map_err(fail)?;
+        set(&file, &byte_lock(libc::F_RDLCK, byte)).map_err(fail)?;
     }
     for byte in DENIED.map(|n| USED + n).into_iter().chain(access.uses().iter().map(|n| NOT_SHARED + n)) {
         if locked_by_others(&file, byte).map_err(fail)? {
@@ -85,7 +93,7 @@ pub fn lock_image(path: &Path, access: Access) -> Result<ImageLock, DeviceError>
             ));
         }
     }
-    Ok(ImageLock { _file: file })
+    Ok(ImageLock { file })
 }
 
 fn byte_lock(kind: i32, byte: i64) -> libc::flock {
@@ -98,10 +106,9 @@ fn byte_lock(kind: i32, byte: i64) -> libc::flock {
     lock
 }
 
-fn lock(file: &File, byte: i64) -> io::Result<()> {
-    let wanted = byte_lock(libc::F_RDLCK, byte);
+fn set(file: &File, wanted: &libc::flock) -> io::Result<()> {
     // SAFETY: the kernel reads a flock from the pointer, which outlives the call.
-    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) };
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const *wanted) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
@@ -132,7 +139,10 @@ mod tests {
         assert!(lock_image(&path, Access::ReadShared).is_err());
         let text = lock_image(&path, Access::Write).unwrap_err().to_string();
         assert!(text.contains("open for writing"), "{text}");
+        // What a child of another thread has of it until it runs its own program.
+        let forked = writer.file.try_clone().unwrap();
         drop(writer);
         lock_image(&path, Access::Write).unwrap();
+        drop(forked);
     }
 }

@@ -139,12 +139,12 @@ pub struct ReplicaReader {
     pub bytes: u64,
 }
 
-/// The readers of the replica of a folder, in the order in which they began. Takes no lock.
+/// The readers of the replica of a folder, those of the oldest epoch first. Takes no lock.
 pub(crate) fn readers(folder: &Path) -> io::Result<Vec<ReplicaReader>> {
     // Those that end just now are none.
     let mut readers: Vec<ReplicaReader> =
         logs(&Dir::existing(folder)?)?.filter_map(|log| reader(&log.ok()?)).collect();
-    readers.sort_by_key(|reader| (reader.since, reader.process));
+    readers.sort_by_key(|reader| (reader.epoch, reader.since, reader.process));
     Ok(readers)
 }
 
