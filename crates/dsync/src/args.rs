@@ -285,10 +285,11 @@ pub(crate) enum Command {
         end the epoch and print its number\n\n\
         Only its reader moves a checkpoint; the changes since are kept until then. Each snapshot of a served \
         disk (see \"dsync serve --help\") offers, for each checkpoint NAME, the blocks changed from NAME up \
-        to that snapshot, as qemu:dirty-bitmap:NAME. The description of the export begins with \"epoch \
-        NUMBER\". After it has stored the data, the reader moves its checkpoint to that number with --at; a \
-        reader that failed does not, and gets the same changes again the next time. \"dsync changes\" does \
-        this for disks that are not served.\n\n\
+        to that snapshot, as qemu:dirty-bitmap:NAME and as qemu:dirty-bitmap:ID, with the id of its epoch. \
+        The description of the export begins with \"epoch NUMBER ID\". After it has stored the data, the \
+        reader moves its checkpoint to that id with --at; a reader that failed does not, and gets the same \
+        changes again the next time. \"dsync changes\" does this for disks that are not served. A source \
+        that was restored repeats numbers, but never ids.\n\n\
         With --at - the epoch is read from the output of a merge:\n  \
         dsync extract vm --since far | ssh far dsync merge --json /srv/vm.raw |\n    \
         dsync checkpoint vm far --at -")]
@@ -318,9 +319,10 @@ pub(crate) enum Command {
         one line OFFSET LENGTH a range, in bytes\n  \
         dsync changes /dev/sdb --since backup --format json\n  \
         dsync changes vm --since 12 --at 17\n\n\
-        Without --at, the epoch ends and the changes up to now are printed; the JSON has the number of that \
-        epoch. Store those bytes, then run: dsync checkpoint SRC NAME --at EPOCH. Blocks of a disk in use \
-        that are written meanwhile are read newer than that epoch, and listed again the next time.\n\n\
+        Without --at, the epoch ends and the changes up to now are printed; the JSON has the number and the \
+        id of that epoch. Store those bytes, then run: dsync checkpoint SRC NAME --at ID. Blocks of a disk in \
+        use that are written meanwhile are read newer than that epoch, and listed again the next time. A \
+        source that was restored repeats numbers, but never ids.\n\n\
         Exit code 3: the changes are not known (the reason is printed). Read the whole disk then.")]
     Changes(ChangesArgs),
 
@@ -1305,7 +1307,7 @@ pub(crate) struct CheckpointArgs {
     pub source: String,
     /// Checkpoint to set: a letter, then letters, digits, dots, dashes or underscores
     pub name: Option<String>,
-    /// Epoch to set it at [default: the present]; - reads it from the output of "dsync merge --json"
+    /// Epoch to set it at, by its number or id [default: the present]; - reads it from the output of "dsync merge --json"
     #[arg(long, value_name = "EPOCH", requires = "name")]
     pub at: Option<String>,
     /// List the checkpoints
@@ -1349,7 +1351,7 @@ pub(crate) struct ChangesArgs {
     /// Image, block device, or export name
     #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
-    /// Name of a checkpoint, or an epoch
+    /// Name of a checkpoint, or the number or id of an epoch
     #[arg(long, value_name = "NAME|EPOCH")]
     pub since: String,
     /// Up to this epoch or checkpoint [default: now]

@@ -50,6 +50,11 @@ impl Failure {
         Failure { message: message.into(), code: BUSY }
     }
 
+    /// What changed is not known.
+    pub(crate) fn lost(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), code: LOST }
+    }
+
     /// Lineage, state or a lock forbids it.
     pub(crate) fn refused(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: REFUSED }

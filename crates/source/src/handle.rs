@@ -382,17 +382,19 @@ impl Handle {
         Ok(about_in(&*self.folder)?.unwrap_or_else(|| self.about.clone()))
     }
 
-    /// The epoch that a number or the name of a checkpoint means.
+    /// The epoch that a number, an id or the name of a checkpoint means.
     ///
     /// # Errors
     /// `Unknown` if there is none.
     pub fn epoch(&self, what: &str) -> Result<Epoch, SourceError> {
         let path = self.about.path.display();
-        let found = match what.parse() {
-            Ok(number) => self.history()?.by_number(number).ok_or(format!("epoch {what} in its history")),
-            Err(_) => {
+        let epoch = || format!("epoch {what} in its history");
+        let found = match (what.parse(), what.parse()) {
+            (Ok(number), _) => self.history()?.by_number(number).ok_or_else(epoch),
+            (_, Ok(id)) => self.epoch_of(id)?.ok_or_else(epoch),
+            _ => {
                 let found = self.bookmarks()?.named(what).map(|(_, b)| b.epoch);
-                found.ok_or(format!("checkpoint or replica \"{what}\""))
+                found.ok_or_else(|| format!("checkpoint or replica \"{what}\""))
             }
         };
         found.map_err(|what| {

@@ -272,8 +272,8 @@ pub struct SharedView {
     pub view: View,
     checkpoint: Checkpoint,
     disk: TrackedDisk,
-    /// The named checkpoints at its opening, except those before a gap.
-    since: BTreeMap<String, ChangesSince>,
+    /// The named checkpoints at its opening, except those before a gap, by their names and by the ids of their epochs.
+    since: BTreeMap<String, Arc<ChangesSince>>,
 }
 
 /// What changed from a named checkpoint to a view. It is the same for all readers of the view, wherever the name moves.
@@ -289,7 +289,7 @@ impl SharedView {
         &self.checkpoint
     }
 
-    /// The named checkpoints since which the changes up to this view are known.
+    /// The named checkpoints since which the changes up to this view are known, each also by the id of its epoch.
     pub fn checkpoints(&self) -> impl Iterator<Item = &str> {
         self.since.keys().map(String::as_str)
     }
@@ -957,10 +957,11 @@ impl Source {
         let bookmarks = Bookmarks::read(&*self.folder)?;
         let (checkpoint, _) = self.end_epoch(&mut epochs, true, None)?;
         let known = |epoch: Epoch| epochs.history.reaches(&[KnownPosition { epoch, upto: u64::MAX }]).is_ok();
-        let since = bookmarks.checkpoints().filter(|(_, b)| known(b.epoch));
-        let since = since
-            .map(|(name, b)| (name.clone(), ChangesSince { epoch: b.epoch, changes: Mutex::default() }))
-            .collect();
+        let since = bookmarks.checkpoints().filter(|(_, b)| known(b.epoch)).flat_map(|(name, b)| {
+            let since = Arc::new(ChangesSince { epoch: b.epoch, changes: Mutex::default() });
+            [(name.clone(), since.clone()), (b.epoch.id.to_string(), since)]
+        });
+        let since = since.collect();
         drop(epochs);
         let (saved, alive) = (checkpoint.saved.clone(), Arc::new(|| Ok(())));
         let view = View::new(checkpoint.epoch, reader, self.disk.len(), saved, alive).shared();

@@ -200,7 +200,7 @@ fn a_sync_of_a_vm_that_is_killed_leaves_nothing_that_the_next_does_not_end() {
 impl World {
     /// Starts a sync that takes seconds, and waits until its job is there.
     fn begun(&self) -> Background {
-        let mut running = self.run(&["--bwlimit", "2M", "--adopt"]).start();
+        let mut running = self.run(&["--bwlimit", "32K", "--adopt"]).start();
         until("the job is there", || {
             assert!(running.ended().is_none(), "it ended: {}", running.stderr_so_far());
             self.host.job(VM).is_some()

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dsync_tests::image;
+use dsync_tests::mount::Mount;
 use dsync_tests::nbd::{Client, DIRTY};
 use dsync_tests::scene::{number, ranges};
-use dsync_tests::{Run, Scene, Site, got, rounds};
+use dsync_tests::{Random, Run, Scene, Server, Site, got, need, need_root, rounds, skipped};
 
 const MIB: u64 = 1 << 20;
 
@@ -167,15 +168,31 @@ struct Backup {
 }
 
 impl Backup {
+    /// In a folder of the site; `None` if there is no Python for it here.
+    fn new(site: &Site) -> Option<Backup> {
+        let python = python();
+        if !got(python.as_ref().map(|_| ()), "incremental backups with libnbd") {
+            return None;
+        }
+        let store = site.path("store");
+        std::fs::create_dir(&store).expect("a folder");
+        let (program, restore) = (documented(site, "backup.py"), documented(site, "restore.py"));
+        Some(Backup { python: python.expect("checked"), program, restore, store })
+    }
+
     fn run(&self, scene: &Scene) -> Run {
+        self.of(scene.server(), &scene.site.state())
+    }
+
+    fn of(&self, server: &Server, state: &Path) -> Run {
         // As a user has it: "dsync" in the PATH, and the state directory in the environment.
         let bin = dsync_tests::site::binary().parent().expect("a folder").display();
         Run::new(self.python)
-            .env("DSYNC_STATE_DIR", scene.site.state())
+            .env("DSYNC_STATE_DIR", state)
             .env("PATH", format!("{bin}:/usr/bin:/bin"))
             .arg(&self.program)
             .arg("vm")
-            .arg(scene.server().socket())
+            .arg(server.socket())
             .arg(&self.store)
     }
 
@@ -183,27 +200,84 @@ impl Backup {
         Run::new(self.python).arg(&self.restore).arg(&self.store).arg(to).ok();
     }
 
-    fn files(&self, kind: &str) -> usize {
-        let entries = std::fs::read_dir(&self.store).expect("the store").flatten();
-        entries.filter(|e| e.file_name().to_string_lossy().ends_with(kind)).count()
+    /// What its files are called, in their order: a number, since when, up to when.
+    fn files(&self) -> Vec<[String; 3]> {
+        let names = std::fs::read_dir(&self.store).expect("the store").flatten();
+        let names = names.map(|entry| entry.file_name().into_string().expect("a name"));
+        let mut files: Vec<[String; 3]> = names
+            .filter_map(|name| name.split('.').map(str::to_owned).collect::<Vec<_>>().try_into().ok())
+            .collect();
+        files.sort();
+        files
     }
+}
+
+/// Epochs of the lost branch and of the one that followed have the same numbers.
+#[test]
+fn a_backup_notices_that_its_machine_was_rolled_back() {
+    let what = "an incremental backup of a machine that is rolled back";
+    if !need(&["mkfs.ext4"], what) || !need_root(what) {
+        return;
+    }
+    let site = Site::in_memory();
+    let Some(backup) = Backup::new(&site) else { return };
+    let mut random = Random::new("rolled back");
+    let (machine, place) = (site.image("machine.raw", 64 * MIB), site.path("machine"));
+    Run::new("mkfs.ext4").arg("-q").arg(&machine).ok();
+    let (disk, state) = (place.join("vm.raw"), place.join("state"));
+    let on = || {
+        let mounted = Mount::new(&["-o", "loop"], &machine, &place)?;
+        let _ = std::fs::File::create_new(&disk).and_then(|file| file.set_len(8 * MIB));
+        let options = ["--state-dir", state.to_str().expect("a path")];
+        let server = site.serve(&[&disk], &options);
+        Some((mounted, server))
+    };
+    let shown = site.path("shown.raw");
+    let mut run = |server: &Server, block: u64| {
+        let mut client = server.client("vm");
+        client.write(block * 4096, &random.bytes(4096)).expect("a write");
+        client.flush().and_then(|()| client.close()).expect("the end");
+        let mut view = server.client("vm@view.backup");
+        backup.of(server, &state).ok();
+        view.save(&shown).expect("the view");
+    };
+    let Some((mounted, server)) = on() else {
+        return skipped(what, "ext4 cannot be mounted from a loop device here");
+    };
+    run(&server, 1);
+    run(&server, 2);
+    server.stop();
+    drop(mounted);
+    let snapshot = site.path("snapshot.raw");
+    std::fs::copy(&machine, &snapshot).expect("a snapshot");
+    let (mounted, server) = on().expect("mounted before");
+    run(&server, 3);
+    run(&server, 4);
+    server.stop();
+    drop(mounted);
+    std::fs::copy(&snapshot, &machine).expect("it goes back");
+    let (_mounted, server) = on().expect("mounted before");
+    for block in [5, 6, 7] {
+        run(&server, block);
+        let restored = site.path("restored.raw");
+        backup.restored(&restored);
+        image::assert_equal(&shown, &restored);
+    }
+    let files = backup.files();
+    assert_eq!(files.iter().filter(|[_, since, _]| since == "full").count(), 1, "{files:?}");
+    assert_eq!(files[4][1], files[1][2], "it goes on from the newest that is not lost: {files:?}");
+    let changes =
+        |since: &str| site.dsync(["changes", "vm", "--since", since]).arg("--state-dir").arg(&state);
+    changes(&files[3][2]).code(3).says(&[&format!("no epoch {} in its history", files[3][2])]);
+    assert_eq!(changes(&files[5][2]).ok().text(), format!("{} 4096\n", 7 * 4096));
+    server.stop();
 }
 
 /// Backups by the documented program among all that takes checkpoints too, and all that fails.
 #[test]
 fn a_week_of_incremental_backups_restores_every_hour() {
-    let python = python();
-    if !got(python.as_ref().map(|_| ()), "incremental backups with libnbd") {
-        return;
-    }
     let mut scene = Scene::synced("a week of backups", 8 * MIB);
-    let backup = Backup {
-        python: python.expect("checked"),
-        program: documented(&scene.site, "backup.py"),
-        restore: documented(&scene.site, "restore.py"),
-        store: scene.site.path("store"),
-    };
-    std::fs::create_dir(&backup.store).expect("a folder");
+    let Some(backup) = Backup::new(&scene.site) else { return };
     let mirrored = scene.site.path("mirrored.raw");
     let mirror = |scene: &Scene| {
         let options = ["--epoch", "200ms", "--rpo", "200ms"];
@@ -249,7 +323,9 @@ fn a_week_of_incremental_backups_restores_every_hour() {
         }
         scene.random = random;
     }
-    let (full, changes) = (backup.files(".full"), backup.files(".changes"));
+    let files = backup.files();
+    let full = files.iter().filter(|[_, since, _]| since == "full").count();
+    let changes = files.len() - full;
     println!("{full} full, {changes} with changes only");
     assert!(changes > full, "{full} full backups, {changes} of changes");
 }

@@ -51,7 +51,9 @@ struct Named {
 struct Changes {
     source: std::path::PathBuf,
     since: u64,
+    since_id: Uuid,
     epoch: u64,
+    epoch_id: Uuid,
     size: u64,
     block_size: u32,
     bytes: u64,
@@ -216,17 +218,25 @@ pub(crate) fn changes(args: &args::ChangesArgs, state: &StateDir, output: &Outpu
     out.flush().context("cannot print the changes")
 }
 
-fn find(args: &args::ChangesArgs, handle: &Handle) -> Result<Changes, SyncError> {
-    let since = handle.epoch(&args.since)?;
-    let upto = match &args.at {
-        Some(at) => handle.epoch(at)?,
-        None => {
-            // If the changes are not known, no epoch ends.
-            handle.reaches(&[KnownPosition { epoch: since, upto: u64::MAX }])?;
-            handle.end_epoch()?
-        }
+fn find(args: &args::ChangesArgs, handle: &Handle) -> Result<Changes> {
+    let since = handle.epoch(&args.since).map_err(|error| match error {
+        // Of a source that went back, or an epoch that is too old: what the reader has is of no use.
+        SourceError::Unknown(why) if args.since.parse::<Uuid>().is_ok() => Failure::lost(why).into(),
+        error => anyhow::Error::from(SyncError::from(error)),
+    })?;
+    let known = || -> Result<_, SyncError> {
+        let upto = match &args.at {
+            Some(at) => handle.epoch(at)?,
+            None => {
+                // If the changes are not known, no epoch ends.
+                handle.reaches(&[KnownPosition { epoch: since, upto: u64::MAX }])?;
+                handle.end_epoch()?
+            }
+        };
+        let (blocks, size) = handle.changes_between(&since, &upto)?;
+        Ok((upto, blocks, size))
     };
-    let (blocks, size) = handle.changes_between(&since, &upto)?;
+    let (upto, blocks, size) = known()?;
     let about = handle.about();
     let block_size = u64::from(about.block_size);
     let range = |run: std::ops::Range<u64>| {
@@ -237,7 +247,9 @@ fn find(args: &args::ChangesArgs, handle: &Handle) -> Result<Changes, SyncError>
     Ok(Changes {
         source: about.path.clone(),
         since: since.number,
+        since_id: since.id,
         epoch: upto.number,
+        epoch_id: upto.id,
         size,
         block_size: about.block_size,
         bytes: ranges.iter().map(|(_, len)| len).sum(),

@@ -105,8 +105,9 @@ fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, 
         .shared_view(private)
         .map_err(|e| ExportRefusal::denied(format!("cannot open a snapshot of {path}: {e}")))?;
     let mut export = Export::new(name, Arc::new(shared.view.clone()));
-    // Readers take the number from here: see docs/incremental-backup.md.
-    export.description = format!("epoch {} of {path}", shared.view.epoch().number);
+    // Readers take the id from here: see docs/incremental-backup.md.
+    let epoch = shared.view.epoch();
+    export.description = format!("epoch {} {} of {path}", epoch.number, epoch.id);
     export.read_only = true;
     let since = |checkpoint: &str| -> Arc<dyn Context> {
         Arc::new(Changed {
