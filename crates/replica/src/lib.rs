@@ -46,7 +46,7 @@ pub use error::{ReplicaError, Result};
 #[doc(hidden)]
 pub use group::past::{FoundMembers, choose_members, past_of};
 pub use group::past::{GroupHistory, GroupMoment, find_group, group_history, groups_in};
-pub use group::view::{WantedGroup, view_together};
+pub use group::view::{GroupView, WantedGroup, view_together};
 pub use group::{Group, folder_of_replicas, name_in};
 pub use journal::unsure::UnsureSet;
 pub use known::origin::origin;

@@ -294,6 +294,13 @@ fn a_disk_is_added_and_another_goes() {
     let said = world.run(&["--without", "vdd"]).ok().text();
     assert!(said.contains("hdc: left out: a CD-ROM"), "{said}");
     assert!(!said.contains("any more") && said.contains("3 disks at one moment"), "{said}");
+    // What stays of it is in nobody's way.
+    let group = format!("{}@now", world.replicas.display());
+    let mut shown =
+        world.dsync(&["serve", "--group", &group, "--socket"]).arg(world.site.socket("shown")).start();
+    shown.wait_to_say("t1-vdc.img is left out: it had no part in that moment of the group vm.t1");
+    shown.wait_to_say("t1-vdb.img");
+    shown.kill();
 }
 
 #[test]

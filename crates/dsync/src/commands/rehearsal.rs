@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use device::{Disk, Overlay};
-use replica::{MomentView, ReplicaError, ReplicaOptions, WantedGroup};
+use replica::{GroupView, MomentView, ReplicaError, ReplicaOptions, WantedGroup};
 use source::{SourceError, StateDir};
 
 use crate::Failure;
@@ -54,12 +54,13 @@ impl args::Serve {
     }
 }
 
-/// Opens the replicas of a group at one moment, with the paths that they have in their folder.
+/// Opens the replicas of a group at one moment, with the paths that they have in their folder. Says which had no part in that.
 pub(crate) fn open_group(
     dir: &Path,
     moment: &str,
     writes: Writes<'_>,
     state: &StateDir,
+    output: &Output,
 ) -> Result<Vec<(PathBuf, Rehearsal)>> {
     let options = opening(writes, state);
     let (dir, name) = replica::find_group(dir)?;
@@ -72,7 +73,14 @@ pub(crate) fn open_group(
         }
     };
     let wanted = WantedGroup { dir: &dir, name: &name, moment: moment.as_ref(), only: None };
-    rehearsed(wanted, writes, &options)
+    let (shown, without) = rehearsed(wanted, writes, &options)?;
+    for path in without {
+        output.say(&format!(
+            "{} is left out: it had no part in that moment of the group {name}, or is gone",
+            path.display()
+        ));
+    }
+    Ok(shown)
 }
 
 /// How replicas are opened that are shown. What a reader needs goes to the folder of the scratch file where nothing can be written beside a
@@ -89,9 +97,10 @@ fn rehearsed(
     wanted: WantedGroup<'_>,
     writes: Writes<'_>,
     options: &ReplicaOptions,
-) -> Result<Vec<(PathBuf, Rehearsal)>> {
-    let views = replica::view_together(wanted, options)?;
-    views.into_iter().map(|(path, view)| Ok((path, Rehearsal::of(view, writes)?))).collect()
+) -> Result<(Vec<(PathBuf, Rehearsal)>, Vec<PathBuf>)> {
+    let GroupView { views, without } = replica::view_together(wanted, options)?;
+    let shown = views.into_iter().map(|(path, view)| Ok((path, Rehearsal::of(view, writes)?)));
+    Ok((shown.collect::<Result<_>>()?, without))
 }
 
 /// Opens those of several replicas that are of one group, and are asked for at the present moment: all at one. Each with its name among
@@ -113,7 +122,7 @@ pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<
         let only: Vec<PathBuf> = members.iter().map(|(at, _)| at.clone()).collect();
         let dir = folder.parent().unwrap_or(Path::new("/"));
         let wanted = WantedGroup { dir, name, moment: None, only: Some(&only) };
-        for (path, rehearsal) in rehearsed(wanted, args.writes(), &options)? {
+        for (path, rehearsal) in rehearsed(wanted, args.writes(), &options)?.0 {
             let at = std::fs::canonicalize(&path).unwrap_or(path);
             let image = members.iter().find(|(member, _)| *member == at).map(|(_, image)| image.clone());
             all.extend(image.map(|image| (image, rehearsal)));

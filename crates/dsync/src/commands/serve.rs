@@ -401,7 +401,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
                 Failure::usage("--group DIR@EPOCH serves the replicas in DIR: omit the images").into()
             );
         }
-        for (path, rehearsal) in rehearsal::open_group(&dir, &moment, args.writes(), state)? {
+        for (path, rehearsal) in rehearsal::open_group(&dir, &moment, args.writes(), state, output)? {
             all.push(ExportedImage { name: export_name(&path), what: What::Rehearsed(rehearsal) });
         }
         return Ok((all, sources));

@@ -83,7 +83,7 @@ pub(crate) fn rehearse(args: &args::Rehearse, state: &StateDir, output: &Output)
     location::refuse_host(&args.destination, "rehearse")?;
     let group = folder_of_group(machine, &args.destination)?;
     let writes = Writes::Scratch(args.overlay.as_deref());
-    let shown = rehearsal::open_group(&group, moment, writes, state)?;
+    let shown = rehearsal::open_group(&group, moment, writes, state, output)?;
     let mut vm = BootedVm::boot(&shown, &args.destination)?;
     let at = shown.first().and_then(|(_, disk)| disk.at());
     let moment = at.map_or_else(String::new, |at| format!(" of {}", device::moment(at)));

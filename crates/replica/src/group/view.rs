@@ -35,14 +35,21 @@ pub struct WantedGroup<'a> {
     pub only: Option<&'a [PathBuf]>,
 }
 
-/// Opens a reader of each, with its path in the folder. Takes no lock, unless a commit was killed, which is completed then. A commit under way is waited for.
+/// Readers of the replicas of a group.
+pub struct GroupView {
+    /// Each with its path in the folder.
+    pub views: Vec<(PathBuf, MomentView)>,
+    /// The replicas that had no part in the moment, or are no longer there: their sources have joined since, or had left the group. Empty if some
+    /// were named.
+    pub without: Vec<PathBuf>,
+}
+
+/// Opens a reader of each replica that had a part in the moment. Takes no lock, unless a commit was killed, which is completed then. A commit under way
+/// is waited for.
 ///
 /// # Errors
 /// As [`MomentView::open`]; refused if they are not all at that moment, or cannot be shown as they were then.
-pub fn view_together(
-    wanted: WantedGroup<'_>,
-    options: &ReplicaOptions,
-) -> Result<Vec<(PathBuf, MomentView)>> {
+pub fn view_together(wanted: WantedGroup<'_>, options: &ReplicaOptions) -> Result<GroupView> {
     let began = Instant::now();
     loop {
         let (intent, members) = find_members(wanted.dir, wanted.name, options)?;
@@ -50,19 +57,34 @@ pub fn view_together(
             let at = std::fs::canonicalize(path);
             wanted.only.is_none_or(|only| at.is_ok_and(|at| only.contains(&at)))
         };
-        let members: Vec<_> = members.into_iter().filter(|(path, _)| is_wanted(path)).collect();
+        let has_part = |source| match wanted.moment {
+            Some(moment) => moment.member(source).is_some(),
+            None => intent.names(source),
+        };
+        // One that is named is refused if it has none.
+        let (members, without): (Vec<_>, Vec<_>) = members
+            .into_iter()
+            .filter(|(path, _)| is_wanted(path))
+            .partition(|(_, lineage)| wanted.only.is_some() || has_part(lineage.source));
         let mut views = Vec::new();
         for (path, lineage) in &members {
             let Some(view) = open(path, lineage, &intent, wanted.moment, options)? else { break };
             views.push((path.clone(), view));
         }
         if views.len() == members.len() {
-            return Ok(views);
+            let gone = wanted.moment.into_iter().flat_map(|moment| moment.without.clone());
+            let mut without: Vec<PathBuf> = without.into_iter().map(|(path, _)| path).chain(gone).collect();
+            without.sort();
+            without.dedup();
+            return Ok(GroupView { views, without });
         }
         let waits = members.iter().any(|(path, lineage)| waits(path, lineage, &intent, options));
         let still = find_members(wanted.dir, wanted.name, options)?;
         if still.0 == intent && (!waits || began.elapsed() >= PATIENCE) {
-            let now = still.1.iter().filter(|(path, _)| is_wanted(path));
+            let now = still
+                .1
+                .iter()
+                .filter(|(path, _)| is_wanted(path) && !without.iter().any(|(of, _)| of == path));
             let apart = apart(&intent, now.map(|(path, lineage)| (path.as_path(), lineage)));
             if !apart.is_empty() {
                 return Err(ReplicaError::Refused(format!(
