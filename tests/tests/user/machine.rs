@@ -814,9 +814,11 @@ fn a_replica_is_verified_where_it_is_known_what_changed_since_its_epoch() {
     world.host.on(VM);
     world.begun().kill();
     assert!(world.host.job(VM).is_some());
-    there("verify")
-        .code(4)
-        .says(&["vda: not verified: ", "its QEMU was started", "no disk of t1 can be verified"]);
+    there("verify").code(4).says(&[
+        "vda: not verified: ",
+        "its QEMU was started",
+        "no disk of t1 can be verified",
+    ]);
     assert_eq!(world.host.job(VM), None);
     world.host.virsh(["destroy", VM]).ok();
     // Its checkpoints cannot be deleted while it is off.
