@@ -54,6 +54,9 @@ impl args::Serve {
     }
 }
 
+/// Replicas that are shown, each with its path or argument.
+type Shown = Vec<(PathBuf, Rehearsal)>;
+
 /// Opens the replicas of a group at one moment, with the paths that they have in their folder. Says which had no part in that.
 pub(crate) fn open_group(
     dir: &Path,
@@ -61,7 +64,7 @@ pub(crate) fn open_group(
     writes: Writes<'_>,
     state: &StateDir,
     output: &Output,
-) -> Result<Vec<(PathBuf, Rehearsal)>> {
+) -> Result<Shown> {
     let options = opening(writes, state);
     let (dir, name) = replica::find_group(dir)?;
     let moment = match moment {
@@ -97,7 +100,7 @@ fn rehearsed(
     wanted: WantedGroup<'_>,
     writes: Writes<'_>,
     options: &ReplicaOptions,
-) -> Result<(Vec<(PathBuf, Rehearsal)>, Vec<PathBuf>)> {
+) -> Result<(Shown, Vec<PathBuf>)> {
     let GroupView { views, without } = replica::view_together(wanted, options)?;
     let shown = views.into_iter().map(|(path, view)| Ok((path, Rehearsal::of(view, writes)?)));
     Ok((shown.collect::<Result<_>>()?, without))
@@ -105,7 +108,7 @@ fn rehearsed(
 
 /// Opens those of several replicas that are of one group, and are asked for at the present moment: all at one. Each with its name among
 /// the arguments.
-pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<(PathBuf, Rehearsal)>> {
+pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Shown> {
     let options = opening(args.writes(), state);
     let mut groups: BTreeMap<PathBuf, (String, Vec<(PathBuf, PathBuf)>)> = BTreeMap::new();
     for image in &args.images {
