@@ -540,7 +540,9 @@ impl<'a> Transmission<'a> {
             collected.into_iter().for_each(|(_, buf)| self.pool.give(buf));
             self.fail(cookie, failure);
         } else if std::mem::take(&mut slot.flush) {
-            return self.submit(index, RequestKind::Flush, 0, 0, Buf::default());
+            self.submit(index, RequestKind::Flush, 0, 0, Buf::default());
+            // Here, as what completes is collected in many places, and the queue is polled after most of them.
+            return self.queue.start();
         } else if slot.header.command == CMD_READ {
             collected.sort_unstable_by_key(|(offset, _)| *offset);
             self.data_head(index);
@@ -614,8 +616,6 @@ impl<'a> Transmission<'a> {
                 return Ok(());
             }
             collected.into_iter().for_each(|done| self.completed(done));
-            // A forced write may have become a flush.
-            self.queue.start();
             // The queue is polled next, and reports only what completes from then on: all that it has found must be taken.
             self.collect(false);
         }

@@ -145,6 +145,19 @@ fn forced_writes_are_flushed_once_and_before_the_answer() {
     }
 }
 
+/// The last part of one may complete at any moment, also before the server looks for it the first time.
+#[test]
+fn forced_writes_in_parts_are_all_answered() {
+    for mode in [Mode::Polled, Mode::Blocking] {
+        let server = serve(Rig::plain(8 * MIB, mode));
+        let mut client = Client::enter(&server, "disk", false, &[]);
+        for round in 0..300 {
+            let len = (1 << 20) + 512 * (1 + round % 20);
+            assert_eq!(client.ask(WRITE, FUA, 0, len, &noise(len as usize)).error, 0);
+        }
+    }
+}
+
 #[test]
 fn nothing_asked_nothing_done() {
     let nothing =

@@ -434,13 +434,15 @@ impl Disk for Rig {
         }
         let disk = self.clone();
         let threads = ThreadQueue::new(Arc::new(move |request| request.run(&*self)), depth.min(4))?;
-        Ok(Box::new(RigQueue { disk, threads }))
+        Ok(Box::new(RigQueue { disk, threads, waiting: Vec::new() }))
     }
 }
 
 struct RigQueue {
     disk: Arc<Rig>,
     threads: ThreadQueue,
+    /// As io_uring has it: nothing of them happens before they are started, or waited for.
+    waiting: Vec<Request>,
 }
 
 impl Queue for RigQueue {
@@ -448,15 +450,20 @@ impl Queue for RigQueue {
         if !matches!(request.kind, RequestKind::Flush) {
             assert!(request.pieces.iter().all(|piece| piece.len > 0));
         }
-        self.threads.submit(request);
-        self.disk.most_in_flight.fetch_max(self.threads.in_flight() as u64, Ordering::SeqCst);
+        self.waiting.push(request);
+        self.disk.most_in_flight.fetch_max(self.in_flight() as u64, Ordering::SeqCst);
     }
-    fn start(&mut self) {}
+    fn start(&mut self) {
+        self.waiting.drain(..).for_each(|request| self.threads.submit(request));
+    }
     fn complete(&mut self, wait: bool) -> Option<Done> {
+        if wait {
+            self.start();
+        }
         self.threads.complete(wait)
     }
     fn in_flight(&self) -> usize {
-        self.threads.in_flight()
+        self.threads.in_flight() + self.waiting.len()
     }
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         self.threads.wait_fd().filter(|_| self.disk.mode == Mode::Polled)
