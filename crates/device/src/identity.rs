@@ -4,6 +4,7 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
 
 use rustix::fs::SeekFrom;
 use serde::{Deserialize, Serialize};
@@ -42,12 +43,21 @@ pub struct Identity {
     pub mtime_ns: i64,
     /// Last change of a file's inode or content, nanoseconds since 1970; 0 for a block device.
     pub ctime_ns: i64,
+    /// When a file was made, nanoseconds since 1970; `None` where its file system does not tell. An inode may be that of a file that is gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub born_ns: Option<i64>,
 }
 
 impl Identity {
     /// True if both are the same file or device, whatever has happened to it since.
     pub fn same_object(&self, other: &Identity) -> bool {
         (self.kind, self.dev, self.ino, self.diskseq) == (other.kind, other.dev, other.ino, other.diskseq)
+            && self.same_birth(other).unwrap_or(true)
+    }
+
+    /// True if both files were made at one time, false if they were not; `None` where that is not known.
+    pub fn same_birth(&self, other: &Identity) -> Option<bool> {
+        self.born_ns.zip(other.born_ns).map(|(this, other)| this == other)
     }
 
     /// True for a block device.
@@ -83,11 +93,13 @@ pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
         diskseq: diskseq(device),
         mtime_ns: 0,
         ctime_ns: 0,
+        born_ns: None,
     })
 }
 
 fn of_file(path: PathBuf, metadata: &Metadata) -> Identity {
     let nanoseconds = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
+    let born = metadata.created().ok().and_then(|born| born.duration_since(UNIX_EPOCH).ok());
     Identity {
         kind: DiskKind::File,
         path,
@@ -97,6 +109,7 @@ fn of_file(path: PathBuf, metadata: &Metadata) -> Identity {
         size: metadata.len(),
         mtime_ns: nanoseconds(metadata.mtime(), metadata.mtime_nsec()),
         ctime_ns: nanoseconds(metadata.ctime(), metadata.ctime_nsec()),
+        born_ns: born.and_then(|born| i64::try_from(born.as_nanos()).ok()),
     }
 }
 

@@ -206,7 +206,7 @@ impl Replica {
     /// Announces the first write.
     pub(crate) fn herald(&mut self) -> Result<()> {
         if let Some(herald) = &self.options.herald {
-            herald.ask(self.destination.path())?;
+            herald.ask(self.destination.path(), self.lineage.epoch.is_none())?;
         }
         self.options.herald = None;
         Ok(())

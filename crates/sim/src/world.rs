@@ -326,6 +326,7 @@ impl World {
             size: self.size(),
             mtime_ns: 0,
             ctime_ns: 0,
+            born_ns: None,
         };
         SourceMetadata { path, ..SourceMetadata::new(self.uuid, identity, BLOCK as u32) }
     }

@@ -72,7 +72,7 @@ pub use record::bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
 pub use record::history::trail::{Trail, TrailStep, leave_trail, note_step};
 pub use record::history::{EpochInfo, History, KnownPosition};
 pub use record::lives::lives;
-pub use record::overwritten::{overwritten, restored};
+pub use record::overwritten::overwritten;
 pub use record::state::{SourceMetadata, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]
 pub use record::state::{about_in, write_about};

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, WriteWatch};
+use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, Life, WriteWatch};
 use extents::Bitmap;
 use lineage::Point;
 use qcow2::Use;
@@ -26,7 +26,9 @@ use crate::disk::rests::Rests;
 use crate::record::bookmarks::{Bookmarks, Reached};
 use crate::record::history::{History, KnownPosition};
 use crate::record::lives::{self, BatchNumbers};
-use crate::record::stamp::{FOREIGN, FileMark, ImageStamp, LastWrite, REPLACED, StampVerdict, UNRECORDED};
+use crate::record::stamp::{
+    FOREIGN, FileMark, ImageStamp, LastWrite, REPLACED, StampVerdict, UNNAMED, UNRECORDED,
+};
 use crate::record::state::{SourceMetadata, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
 use crate::views::courtesy::{Courtesy, Feels};
@@ -472,6 +474,10 @@ impl Source {
         let verdict = match (lost, &stamp) {
             (Some(why), _) => StampVerdict::Lost(why),
             (None, None) => StampVerdict::New,
+            // Whatever its user says of writes.
+            (None, Some(stamp)) if boot.life(&stamp.boot) != Life::This && !backing.is_named() => {
+                StampVerdict::Lost(UNNAMED.into())
+            }
             (None, Some(stamp)) => stamp.verdict(identity, &boot, last_write, trust_device),
         };
         // Which content it is, is another question than what is known of its changes.

@@ -434,6 +434,17 @@ struct Machine {
     image: PathBuf,
     boot: &'static str,
     changed: Option<i64>,
+    named: bool,
+}
+
+impl Machine {
+    /// Opens the image on it as a source.
+    fn open(self, folder: &Arc<dyn device::Folder>) -> Source {
+        let about = SourceMetadata::new(uuid::Uuid::nil(), self.identity().unwrap(), BLOCK as u32);
+        let options = device::DiskOptions { write: true, ..Default::default() };
+        let disk = device::open(&self.image, &options).unwrap();
+        Source::over(about, disk, folder.clone(), Box::new(self), &SourceOptions::default()).unwrap()
+    }
 }
 
 impl Backing for Machine {
@@ -443,6 +454,9 @@ impl Backing for Machine {
     }
     fn boot(&self) -> Boot {
         Boot { id: self.boot.into(), began: u64::MAX }
+    }
+    fn is_named(&self) -> bool {
+        self.named
     }
     fn durable_time(&self) -> Result<i64, SourceError> {
         Ok(self.identity()?.ctime_ns)
@@ -458,13 +472,8 @@ fn an_image_that_a_power_cut_set_back_behind_its_history_is_a_gap() {
     let scene = Scene::new();
     let folder: Arc<dyn device::Folder> =
         Arc::new(device::Dir::open(&scene.image.with_file_name("kept")).unwrap());
-    let open = |boot, changed| {
-        let machine = Machine { image: scene.image.clone(), boot, changed };
-        let about = SourceMetadata::new(uuid::Uuid::nil(), machine.identity().unwrap(), BLOCK as u32);
-        let options = device::DiskOptions { write: true, ..Default::default() };
-        let disk = device::open(&scene.image, &options).unwrap();
-        Source::over(about, disk, folder.clone(), Box::new(machine), &SourceOptions::default()).unwrap()
-    };
+    let open =
+        |boot, changed| Machine { image: scene.image.clone(), boot, changed, named: true }.open(&folder);
     let changed = || device::identity(&scene.image).unwrap().ctime_ns;
     let opened = changed();
     let source = open("first", None);
@@ -498,4 +507,21 @@ fn an_image_that_a_power_cut_set_back_behind_its_history_is_a_gap() {
     let source = open("fourth", None);
     source.checkpoint(false).unwrap();
     assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+}
+
+/// Two disks without identifiers may have exchanged their names.
+#[test]
+fn after_a_reboot_a_disk_without_an_identifier_is_not_known() {
+    for named in [true, false] {
+        let scene = Scene::new();
+        let folder: Arc<dyn device::Folder> =
+            Arc::new(device::Dir::open(&scene.image.with_file_name("kept")).unwrap());
+        let open = |boot| Machine { image: scene.image.clone(), boot, changed: None, named }.open(&folder);
+        let source = open("first");
+        first(&source);
+        source.close().unwrap();
+        assert_eq!(open("first").lost(), None);
+        let lost = open("second").lost();
+        assert_eq!(lost.is_none(), named, "{lost:?}");
+    }
 }

@@ -5,7 +5,8 @@
 use std::path::{Path, PathBuf};
 
 use dsync_tests::mount::Loop;
-use dsync_tests::{Random, Run, Site, image, need_root, skipped};
+use dsync_tests::tracked::Untrack;
+use dsync_tests::{Random, Run, Site, got, image, need_root, skipped};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
@@ -69,6 +70,39 @@ fn a_device_that_passes_on_what_it_receives_misses_nothing() {
         assert_eq!(disk.sync(&to), "\"tracked\"");
     }
     image::assert_equal(&from, &to);
+}
+
+/// Tracked in the kernel, it is told all that dsync writes to it, and not that this is older than what a replica has.
+#[test]
+fn a_tracked_device_passes_on_what_it_receives_and_is_restored() {
+    let what = "a tracked device in two roles";
+    let Some(disk) = Disk::new(what) else { return };
+    let mut random = Random::new(what);
+    let added = disk.site.dsync(["track", "add"]).arg(disk.path()).output();
+    if !got(if added.status.success() { Ok(()) } else { Err(added.stderr) }, what) {
+        return;
+    }
+    let _untrack = Untrack(&disk.site, disk.path());
+    let [from, older, newer] = ["from.raw", "older.raw", "newer.raw"].map(|name| disk.site.path(name));
+    disk.site.image("from.raw", SIZE);
+    let sync = |to: &Path| disk.site.sync(disk.path(), to, &[]);
+    for at in [8 * MIB, 20 * MIB, 21 * MIB] {
+        image::scribble(&from, at, MIB, &mut random);
+        disk.site.sync(&from, disk.path(), &[]).ok();
+        let method = sync(&newer).ok().summary()["method"].clone();
+        assert_eq!(method == "tracked", at > 8 * MIB, "{method}");
+        image::assert_equal(&from, &newer);
+    }
+    sync(&older).ok();
+    disk.site.dsync(["forget", "--replica"]).arg(disk.path()).ok();
+    image::scribble(disk.path(), 9 * MIB, MIB, &mut random);
+    sync(&newer).ok();
+    disk.site.sync(&older, disk.path(), &["--adopt"]).ok();
+    sync(&newer).code(4).says(&["may be the newest copy", "dsync has restored it"]);
+    disk.site.dsync(["forget", "--replica"]).arg(disk.path()).ok();
+    sync(&newer).code(4).says(&["may be the newest copy", "dsync has restored it"]);
+    disk.site.sync(disk.path(), &newer, &["--accept-source"]).ok();
+    image::assert_equal(&older, &newer);
 }
 
 #[test]

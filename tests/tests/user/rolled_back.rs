@@ -300,7 +300,7 @@ fn a_backup_in_the_place_of_a_disk_in_use_does_not_take_its_replica_back() {
         }
         if restores {
             b.sync(&a, &["--adopt"]).ok();
-            a.sync(&b, &[]).ok();
+            a.sync(&b, &["--accept-source"]).ok();
             assert_eq!(has, image::fingerprint(&b.disk).0);
         } else {
             a.sync(&b, &["--accept-source"]).ok();
@@ -354,7 +354,7 @@ fn a_backup_in_the_place_of_a_disk_that_was_restored_is_noticed() {
     a.write([701], &mut random);
     b.sync(&a, &["--adopt"]).ok();
     let has = image::fingerprint(&b.disk).0;
-    a.site.dsync(["forget", "--replica"]).arg(&a.disk).ok().says(&["needs --accept-source"]);
+    a.site.dsync(["forget", "--replica"]).arg(&a.disk).ok();
     // Of the replicas one may be newer than that from which it was restored.
     a.sync(&b, &[]).code(4).says(&["may be the newest copy", "dsync has restored it"]);
     a.sync(&b, &["--accept-source"]).ok();
@@ -391,5 +391,38 @@ fn a_dump_and_a_disk_that_was_moved_are_compared() {
         std::fs::rename(&other, &a.disk).expect("a file");
         assert_eq!(a.sync(&b, &[]).ok().summary()["method"], "compare");
         image::assert_equal(&a.disk, &b.disk);
+    }
+}
+
+/// A disk that was restored from an older replica, whatever is done before the first sync to a newer one.
+#[test]
+fn a_restored_disk_takes_no_newer_replica_back() {
+    for steps in
+        [&["sync"][..], &["forget", "sync"], &["verify", "forget", "sync"], &["serve", "forget", "sync"]]
+    {
+        let mut random = Random::new("an older replica");
+        let (a, b, c) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
+        a.write([700], &mut random);
+        [&b, &c].iter().for_each(|to| drop(a.sync(to, &[]).ok()));
+        a.write([701], &mut random);
+        a.sync(&c, &[]).ok();
+        let newest = image::fingerprint(&c.disk).0;
+        if steps.len() == 1 {
+            std::fs::remove_file(&a.disk).expect("it is lost");
+            b.sync(&a, &["--create"]).ok();
+        } else {
+            b.sync(&a, &["--adopt"]).ok();
+        }
+        for step in steps {
+            match *step {
+                "forget" => drop(a.site.dsync(["forget", "--replica"]).arg(&a.disk).ok()),
+                "verify" => drop(a.towards(&c, &["verify"]).code(5)),
+                "serve" => drop(a.towards(&c, &["sync", "-n"]).code(4)),
+                _ => drop(a.sync(&c, &[]).code(4).says(&["may be the newest copy", "dsync has restored it"])),
+            }
+        }
+        assert_eq!(newest, image::fingerprint(&c.disk).0, "{steps:?}");
+        a.sync(&c, &["--accept-source"]).ok();
+        image::assert_equal(&a.disk, &c.disk);
     }
 }

@@ -270,6 +270,21 @@ fn a_backup_notices_that_its_machine_was_rolled_back() {
         |since: &str| site.dsync(["changes", "vm", "--since", since]).arg("--state-dir").arg(&state);
     changes(&files[3][2]).code(3).says(&[&format!("no epoch {} in its history", files[3][2])]);
     assert_eq!(changes(&files[5][2]).ok().text(), format!("{} 4096\n", 7 * 4096));
+    // What came before the last full backup may go, and no more.
+    let at = |file: &[String; 3]| backup.store.join(file.join("."));
+    let remove = |file: &[String; 3]| std::fs::remove_file(at(file)).expect("it was there");
+    site.dsync(["checkpoint", "vm", "--delete", "backup"]).arg("--state-dir").arg(&state).ok();
+    run(&server, 8);
+    files.iter().for_each(remove);
+    [9, 10].iter().for_each(|block| run(&server, *block));
+    let (files, restored) = (backup.files(), site.path("restored.raw"));
+    let numbers: Vec<&str> = files.iter().map(|[number, ..]| number.as_str()).collect();
+    assert_eq!(numbers, ["00000007", "00000008", "00000009"]);
+    backup.restored(&restored);
+    image::assert_equal(&shown, &restored);
+    remove(&files[0]);
+    let lacks = Run::new(backup.python).arg(&backup.restore).arg(&backup.store).arg(&restored);
+    lacks.code(1).says(&["one was removed"]);
     server.stop();
 }
 

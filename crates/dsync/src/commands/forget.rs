@@ -226,13 +226,6 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     let history = kept_of_gone.and_then(|kept| kept.map_or_else(|| replica.history(), Ok));
     let moments = history.map_or(0, |history| history.moments.len());
     if !args.dry_run {
-        // First: if this is interrupted, it is noted all the same, and the same command goes on.
-        if source::restored(state, &path)? {
-            output.warn(&format!(
-                "{} is the source that it was, and was restored: the first sync to each of its replicas needs --accept-source, as the replica may be newer",
-                path.display()
-            ));
-        }
         replica.disown()?;
         known.remove(&listed)?;
     }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::Result;
 use source::{Around, SourceOptions, StateDir, Told};
 use sync::{
-    CutHook, GivenUpWrites, ListedExtents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task,
-    Unreadable, Way,
+    Conflict, CutHook, GivenUpWrites, ListedExtents, Method, Pull, SourceInfo, Summary, SyncError,
+    SyncOptions, Task, Unreadable, Way,
 };
 
 use crate::args::{self, Command, FreezeArg, HashArg, MethodArg, SourceArgs};
@@ -176,9 +176,14 @@ fn push(
     output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));
     let path = handle.about().path.clone();
     let summary = crate::reach::source::close(handle, summary);
-    // The ways out that a refusal names are those of a restore.
+    // The ways out that a refusal names are those of a restore, unless it is of a disk that was restored.
+    let is_restored = |error: &anyhow::Error| {
+        matches!(error.downcast_ref(), Some(SyncError::Conflict(Conflict::OtherContent { .. })))
+    };
     summary.map_err(|error| match sync::unpromoted(&path, state) {
-        Some(what) if failure::code(&error) == failure::REFUSED => error.context(what),
+        Some(what) if failure::code(&error) == failure::REFUSED && !is_restored(&error) => {
+            error.context(what)
+        }
         _ => error,
     })
 }

@@ -70,16 +70,16 @@ impl SourceTime {
 #[derive(Clone)]
 pub struct Herald(Arc<Ask>);
 
-type Ask = dyn Fn(&Path) -> Result<()> + Send + Sync;
+type Ask = dyn Fn(&Path, bool) -> Result<()> + Send + Sync;
 
 impl Herald {
-    /// A herald that calls `ask` with the path of the device.
-    pub fn new(ask: impl Fn(&Path) -> Result<()> + Send + Sync + 'static) -> Herald {
+    /// A herald that calls `ask` with the path of the disk, and whether that becomes a replica only now.
+    pub fn new(ask: impl Fn(&Path, bool) -> Result<()> + Send + Sync + 'static) -> Herald {
         Herald(Arc::new(ask))
     }
 
-    pub(crate) fn ask(&self, device: &Path) -> Result<()> {
-        (self.0)(device)
+    pub(crate) fn ask(&self, disk: &Path, begins: bool) -> Result<()> {
+        (self.0)(disk, begins)
     }
 }
 

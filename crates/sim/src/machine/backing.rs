@@ -64,6 +64,7 @@ impl Backing for SimBacking {
                 size: inode.len(),
                 mtime_ns: time,
                 ctime_ns: time,
+                born_ns: None,
             })
         })
         .map_err(|error| self.failed(error))

@@ -40,6 +40,10 @@ pub trait Backing: Send + Sync {
     fn written(&self) -> Option<WriteCounts> {
         None
     }
+    /// False for a block device whose disk has no identifier: its name may be that of another one after a reboot.
+    fn is_named(&self) -> bool {
+        true
+    }
     /// Makes a file durable with its times, and returns the time of change that it had before, in nanoseconds since 1970; 0 where there
     /// is none.
     fn durable_time(&self) -> Result<i64, SourceError> {
@@ -152,6 +156,10 @@ impl Backing for PathBacking {
     }
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.open(false)
+    }
+    fn is_named(&self) -> bool {
+        let known = self.known();
+        !known.is_block() || device::disk_id(known.dev).is_some()
     }
     fn written(&self) -> Option<WriteCounts> {
         let now = self.identity().ok().filter(Identity::is_block)?;

@@ -59,6 +59,7 @@ impl ExportBacking {
             size: disk.len(),
             mtime_ns: 0,
             ctime_ns: 0,
+            born_ns: None,
         };
         Ok(Some(ExportBacking { identity, disk: Arc::new(disk) }))
     }

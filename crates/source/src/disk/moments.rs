@@ -177,7 +177,17 @@ pub(crate) fn identity(path: &Path, size: u64) -> Result<Identity, SourceError> 
         ))),
         Err(_) => {
             let (kind, path) = (DiskKind::File, path.to_path_buf());
-            Ok(Identity { kind, path, dev: 0, ino: 0, diskseq: None, size, mtime_ns: 0, ctime_ns: 0 })
+            Ok(Identity {
+                kind,
+                path,
+                dev: 0,
+                ino: 0,
+                diskseq: None,
+                size,
+                mtime_ns: 0,
+                ctime_ns: 0,
+                born_ns: None,
+            })
         }
     }
 }

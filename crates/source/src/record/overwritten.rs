@@ -4,55 +4,60 @@
 
 use std::path::{Path, PathBuf};
 
-use device::{Dir, FolderLock, Storage};
+use delta::Epoch;
+use device::{Dir, Folder, FolderLock, Storage};
+use extents::Bitmap;
+use uuid::Uuid;
 
+use crate::record::history::History;
 use crate::record::stamp::ImageStamp;
 use crate::record::state::{SourceMetadata, StateDir};
 use crate::{Gap, SourceError};
 
-/// Notes that dsync is about to write to the disk at `path` as to a replica. What the sources that are stored there have recorded does not hold
-/// from then on, whatever `trust_device` says; the next sync of one compares. Of files those that were served: a backup that others put in their
-/// place would be refused. Durable on return.
+/// What is said of a disk that dsync has restored.
+const RESTORED: &str = "dsync has restored it, perhaps from an older copy";
+
+/// Notes that dsync is about to write to the disk at `path` as to a replica, which `begins` to be one. What the sources that are stored there have
+/// recorded does not hold from then on, whatever `trust_device` says; the next sync of one compares. Of files those that are in use: a backup that
+/// others put in their place would be refused.
+///
+/// Where a disk in use begins to be a replica, it is restored, perhaps from an older copy than one of its own replicas is: an epoch of another content
+/// ends here in its history, so that none of them is brought up to date from it until its user says so. One that was a replica before passes on what it
+/// receives. Durable on return.
 ///
 /// # Errors
 /// `Busy` if another program holds one of them; if its state cannot be read or written.
-pub fn overwritten(state: &StateDir, path: &Path) -> Result<(), SourceError> {
+pub fn overwritten(state: &StateDir, path: &Path, begins: bool) -> Result<(), SourceError> {
     for (place, about) in stored_at(state, path)? {
         let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
-        if !about.identity.is_block() && !ImageStamp::read(&folder)?.is_some_and(|stamp| stamp.is_in_use()) {
+        // One that is tracked in the kernel has no stamp.
+        let is_in_use = ImageStamp::read(&folder)?.is_none_or(|stamp| stamp.is_in_use());
+        if !about.identity.is_block() && !is_in_use {
             continue;
         }
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path: about.path, holder }),
         };
+        if begins && is_in_use {
+            restored(&folder, &about)?;
+        }
         ImageStamp::overwritten(&folder)?;
         drop(lock);
     }
     Ok(())
 }
 
-/// Notes that a disk to which dsync has written as to a replica is one no more: where it is a source, it was restored, perhaps from an older copy than one
-/// of its replicas is. Those are not brought up to date from it until its user says so. Durable on return; returns whether that is so.
-///
-/// # Errors
-/// `Busy` if another program holds it; if its state cannot be read or written.
-pub fn restored(state: &StateDir, path: &Path) -> Result<bool, SourceError> {
-    let mut is_restored = false;
-    for (place, about) in stored_at(state, path)? {
-        let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
-        let stamp = ImageStamp::read(&folder)?;
-        if !stamp.is_some_and(|stamp| stamp.is_in_use() && stamp.lost == Some(Gap::AsReplica)) {
-            continue;
-        }
-        let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
-            Ok(lock) => lock,
-            Err(holder) => return Err(SourceError::Busy { path: about.path, holder }),
-        };
-        is_restored |= ImageStamp::restored(&folder)?;
-        drop(lock);
-    }
-    Ok(is_restored)
+/// Ends an epoch of a source that knows some, after which it has another content.
+fn restored(folder: &dyn Folder, about: &SourceMetadata) -> Result<(), SourceError> {
+    let mut history = History::hold(folder)?;
+    let Some(last) = history.last() else { return Ok(()) };
+    let size = history.size_at(&last).unwrap_or(about.identity.size);
+    let other = Some(Gap::OtherContent(RESTORED.into()));
+    // What changed is not looked at where it is not known.
+    let none = Bitmap::new(0);
+    let epoch = Epoch { number: last.number + 1, id: Uuid::new_v4() };
+    history.append(epoch, other, size, about.block_size, &none)
 }
 
 fn is_device(path: &Path) -> bool {

@@ -22,7 +22,7 @@
 //! VM), one that is older than its record, or another in its place, is no disk to bring its replicas up to date from: sync, mirror and
 //! `verify --repair` refuse it until its user says that it is the source as it is (`--accept-source`). What was refused stays so, whatever
 //! is written to it. Any other file, such as a dump, is compared. A disk that dsync
-//! itself has restored is refused in the same way, once its user has it forgotten that it was a replica for that.
+//! itself has restored is refused in the same way (`source/src/record/overwritten.rs`).
 //!
 //! Four cases cannot be detected from outside:
 //!
@@ -37,7 +37,6 @@
 //!   journal. After the power cut the file then has the new content and the old times. `fsync` by the writer makes both durable.
 
 use std::path::Path;
-use std::time::UNIX_EPOCH;
 
 use device::{Boot, DiskKind, Folder, Identity, Life, WriteCounts};
 use serde::{Deserialize, Serialize};
@@ -108,10 +107,8 @@ impl FileMark {
     /// Looks at the file at a path; `None` if there is none.
     pub(crate) fn of(path: &Path) -> Option<FileMark> {
         let found = device::identity(path).ok().filter(|found| found.kind == DiskKind::File)?;
-        let born = std::fs::metadata(path).and_then(|file| file.created()).ok();
-        let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
-        let born_ns = born.and_then(|born| i64::try_from(born.as_nanos()).ok());
-        Some(FileMark { ino: found.ino, born_ns, mtime_ns: found.mtime_ns, boot: Boot::of(&[path]).id })
+        let Identity { ino, born_ns, mtime_ns, .. } = found;
+        Some(FileMark { ino, born_ns, mtime_ns, boot: Boot::of(&[path]).id })
     }
 
     /// The mark of the file at a path. Where each write was told, the file is the one before, whatever is at the path by now: who writes holds it.
@@ -176,6 +173,9 @@ pub(crate) struct LastWrite {
 /// Why the record of a block device is not believed.
 const UNPROVEN: &str =
     "the block device may have been written to while it was not served (pass --trust-device if it was not)";
+/// The loss where another disk may have the name of the block device.
+pub(crate) const UNNAMED: &str = "the machine was started, or the device attached anew, and nothing shows that it is the same disk, as it has no identifier (such \
+     as a serial number)";
 /// The loss behind an NBD server: it may also show another moment, or another disk, under the same name.
 pub(crate) const UNRECORDED: &str = "it is behind an NBD server, where nobody records writes";
 /// The loss where the kernel has counted writes since: of others, or of dsync with a later state than this one, which is a copy.
@@ -184,8 +184,6 @@ const UNSERVED: &str = "the block device was written to after this state of it w
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
 /// The loss if the image is older than its history.
 const SET_BACK: &str = "the image was reset to an earlier state, from before its last epoch";
-/// What is said of a disk that was a replica for a while, and is the source again.
-const RESTORED: &str = "dsync has restored it, perhaps from an older copy";
 /// The loss if something else is at the path now.
 pub(crate) const REPLACED: &str = "another file or device is in its place";
 
@@ -241,14 +239,6 @@ impl ImageStamp {
         }
     }
 
-    /// Notes that what dsync wrote as to a replica is what the disk is from now on, unless something else was noted meanwhile. Durable on return.
-    pub(crate) fn restored(folder: &dyn Folder) -> Result<bool, SourceError> {
-        let stamp = ImageStamp::read(folder)?.filter(|stamp| stamp.lost == Some(Gap::AsReplica));
-        let lost = Some(Gap::OtherContent(RESTORED.into()));
-        let restored = stamp.map(|stamp| ImageStamp { lost, ..stamp });
-        restored.map_or(Ok(false), |stamp| stamp.write(folder).map(|()| true))
-    }
-
     /// Why the record of a disk that was opened with it is not believed.
     pub(crate) fn damage(&self, disk: &TrackedDisk, now: &Identity) -> Result<Option<Gap>, SourceError> {
         let marked = disk.dirty().map_err(SourceError::memory(&now.path))?.count();
@@ -285,7 +275,7 @@ impl ImageStamp {
         if !self.is_in_use() || now.is_block() || then.kind == DiskKind::Export {
             return None;
         }
-        let moved = (then.kind, then.ino) != (now.kind, now.ino);
+        let moved = then.kind != now.kind || !then.same_birth(now).unwrap_or(then.ino == now.ino);
         let (recorded, older) = match self.clean {
             true => (then.mtime_ns, now.mtime_ns < then.mtime_ns || now.ctime_ns < then.ctime_ns),
             // Unless the clock was set back. A power cut takes the times that were not durable when the disk was opened.
@@ -510,13 +500,16 @@ mod tests {
             ..unclean(identity.clone(), &boot.id)
         };
         let at = |time| Identity { mtime_ns: time, ctime_ns: time, ..now.clone() };
-        let moved = |time| Identity { ino: now.ino + 1, ..at(time) };
+        let moved = |time| Identity { ino: now.ino + 1, born_ns: None, ..at(time) };
         for clean in [true, false] {
             let other = |then: &Identity| stamp(clean, then).other(&now, &boot, then.ctime_ns as u64);
             // What was written since, and what was copied with its times.
             assert_eq!(other(&at(stamped)), None, "{clean}");
             assert_eq!(other(&at(stamped - hour)), None, "{clean}");
             assert_eq!(other(&moved(stamped)).is_some(), !clean);
+            // The inode may be used again, or be numbered anew.
+            let born = |born_ns| Identity { born_ns, ..at(stamped - hour) };
+            assert!(other(&born(now.born_ns.map(|born| born - 1))).is_some() && other(&born(None)).is_none());
             assert!(
                 other(&moved(stamped - hour)).is_some_and(|why| why.to_string().contains("after what")),
                 "{clean}"

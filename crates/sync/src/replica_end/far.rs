@@ -161,7 +161,9 @@ pub(crate) fn end_with<T>(sender: Sender, result: Result<T, SyncError>) -> Resul
 /// How a replica of the host whose state directory this is is opened, with its state in a folder if one is given.
 pub fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::ReplicaOptions {
     let here = state.clone();
-    let herald = move |device: &Path| source::overwritten(&here, device).map_err(|error| told(device, error));
+    let herald = move |disk: &Path, begins| {
+        source::overwritten(&here, disk, begins).map_err(|error| told(disk, error))
+    };
     replica::ReplicaOptions {
         folder: journal_dir.map(Path::to_path_buf),
         devices: state.replicas_folder(),
