@@ -85,8 +85,12 @@ fn walk(a: &Path, b: &Path, mut each: impl FnMut(u64, &[u8], &[u8]) -> bool) {
 pub fn first_difference(a: &Path, b: &Path) -> Option<u64> {
     let mut found = None;
     walk(a, b, |at, left, right| {
-        if left != right {
-            found = left.iter().zip(right).position(|(l, r)| l != r).map(|i| at + i as u64);
+        // First by blocks, which are compared at once.
+        let mut pairs = left.chunks(BLOCK as usize).zip(right.chunks(BLOCK as usize)).enumerate();
+        if let Some((block, (left, right))) = pairs.find(|(_, (left, right))| left != right) {
+            let byte =
+                left.iter().zip(right).position(|(l, r)| l != r).unwrap_or(left.len().min(right.len()));
+            found = Some(at + block as u64 * BLOCK + byte as u64);
         }
         found.is_none()
     });

@@ -55,7 +55,7 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
             return;
         }
         assert!(began < limit, "waited for five minutes: {what}");
-        // Looking may cost more than what is waited for: it takes half of the time at most.
-        std::thread::sleep(began.elapsed().max(Duration::from_millis(5)));
+        // Looking may cost more than what is waited for: it takes a quarter of the time at most.
+        std::thread::sleep((3 * began.elapsed()).max(Duration::from_millis(5)));
     }
 }
