@@ -17,6 +17,7 @@ use crate::client::{
     ZERO, ZEROES,
 };
 use crate::connection::Connection;
+use crate::protocol::CMD_FLAG_REQ_ONE;
 
 const READ_ONLY: u16 = 1 << 1;
 const SEND_FLUSH: u16 = 1 << 2;
@@ -45,6 +46,8 @@ pub struct NbdDisk {
     contexts: HashMap<String, u32>,
     /// Counts changes through this disk, at their begin and end.
     changes: AtomicU64,
+    /// Others write to the disk as well: what the server has said of it holds no longer than it takes to answer.
+    beside_writers: bool,
     map: Mutex<Map>,
     /// Held while a part of a block is changed.
     edges: Mutex<()>,
@@ -100,9 +103,16 @@ impl NbdDisk {
             contexts: dialed.contexts,
             connection: Connection::new(dialed.input, dialed.output),
             changes: AtomicU64::new(1),
+            beside_writers: false,
             map: Mutex::default(),
             edges: Mutex::default(),
         })
+    }
+
+    /// The same disk, to which others write meanwhile.
+    pub fn beside_writers(mut self) -> NbdDisk {
+        self.beside_writers = true;
+        self
     }
 
     /// Connects to the export at a URI, with a metadata context for [`NbdDisk::marked`].
@@ -264,7 +274,9 @@ impl NbdDisk {
     fn status(&self, from: u64, context: u32) -> io::Result<Vec<(Range<u64>, u32)>> {
         let start = from / self.block * self.block;
         let len = STATUS.min(self.size - start) as u32;
-        let order = Order { kind: BLOCK_STATUS, flags: 0, offset: start, len };
+        // Then no more is used of the answer.
+        let flags = if self.beside_writers { CMD_FLAG_REQ_ONE } else { 0 };
+        let order = Order { kind: BLOCK_STATUS, flags, offset: start, len };
         let mut arrived = self.connection.ask(order, &[], &mut [])?;
         let (mut at, mut ranges) = (start, Vec::new());
         for (len, flags) in arrived.status.remove(&context).unwrap_or_default() {
@@ -379,7 +391,8 @@ impl Disk for NbdDisk {
         };
         while from < self.size {
             let mut map = lock(&self.map);
-            if !map.covered.contains(&from) || map.changes != self.changes.load(Ordering::SeqCst) {
+            let is_known = map.covered.contains(&from) && map.changes == self.changes.load(Ordering::SeqCst);
+            if self.beside_writers || !is_known {
                 drop(map);
                 let asked = self.ask_map(from, context)?;
                 map = lock(&self.map);

@@ -207,7 +207,8 @@ impl Use {
 /// If nobody does.
 pub fn connect(socket: &Path) -> io::Result<NbdDisk> {
     let held = hold(socket)?;
-    NbdDisk::connect(&Address::Unix(format!("/proc/self/fd/{}", held.as_raw_fd()).into()), "")
+    let socket = Address::Unix(format!("/proc/self/fd/{}", held.as_raw_fd()).into());
+    Ok(NbdDisk::connect(&socket, "")?.beside_writers())
 }
 
 /// Fails if another program uses the file at `path` in a way that forbids this. The qemu-nbd that a process has left that was killed is

@@ -484,6 +484,33 @@ fn a_served_qcow2_is_tracked() {
     scene.site.dsync(["serve"]).arg(&scene.image).args(["--socket", "s", "--format", "raw"]).code(4);
 }
 
+/// Its map is another at each batch: what was a hole when the mirror began may have become data.
+#[test]
+fn a_mirror_of_a_served_qcow2_has_what_is_written_into_its_holes() {
+    let Some(scene) = served("a mirror of a served qcow2", "64M") else { return };
+    scene.sync(&[]).ok();
+    let mut mirror =
+        scene.site.dsync(["mirror"]).arg(&scene.image).arg(&scene.replica).args(["--rpo", "200ms"]).start();
+    mirror.wait_to_say("mirroring to");
+    let mut client = scene.client();
+    let holds = |at: u64, byte: u8| {
+        let pattern = format!("read -q -P {byte} {at} {MIB}");
+        let output = Run::new("qemu-io")
+            .args(["-U", "-r", "-f", "qcow2", "-c", &pattern])
+            .arg(&scene.replica)
+            .output();
+        output.status.success() && !output.text().contains("verification failed")
+    };
+    for (round, at) in [0, 10 * MIB, 30 * MIB].into_iter().enumerate() {
+        let byte = round as u8 + 1;
+        client.write(at, &[byte; MIB as usize]).and_then(|()| client.flush()).expect("a write");
+        until("it is mirrored", || holds(at, byte));
+    }
+    mirror.signal(Signal::TERM);
+    assert!(mirror.output(Duration::from_secs(60)).status.success());
+    scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica).ok();
+}
+
 /// They differ in what was not synced yet.
 fn equal_disks_but(scene: &Scene, blocks: u64) {
     let compared =

@@ -1,9 +1,12 @@
-//! Sectors of a replica's device that cannot be read: what needs them says so, all else goes on.
+//! Sectors of a replica's device that cannot be read: what needs them says so, all else goes on. And a source's disk that cannot be written to
+//! for a while.
+
+use std::os::unix::net::UnixStream;
 
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::Worn;
+use dsync_tests::mount::{Attached, Mount, Worn};
 use dsync_tests::scene::number;
-use dsync_tests::{Random, Run, Scene, Site, need, need_root, skipped};
+use dsync_tests::{Random, Run, Scene, Site, need, need_root, skipped, until};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
@@ -221,4 +224,54 @@ fn what_could_not_be_read_is_sent_later() {
         image::assert_equal(worn.content(), &scene.replica);
         verify(&scene, &[]).ok();
     }
+}
+
+/// What the system could not write it says once, and takes for written from then on.
+#[test]
+fn a_flush_that_failed_is_never_followed_by_one_that_succeeds() {
+    let what = "a served image whose disk takes no writes for a while";
+    if !need(&["nbdkit", "nbdfuse", "mkfs.ext2"], what) || !need_root(what) {
+        return;
+    }
+    let site = Site::new();
+    let mut random = Random::new(what);
+    let (disk, socket, fails) = (site.image("disk.raw", 64 * MIB), site.socket("disk"), site.path("fails"));
+    let error = format!("error-file={}", fails.display());
+    let server =
+        Run::new("nbdkit").args(["-f", "-U"]).arg(&socket).args(["--filter=error", "file"]).arg(&disk);
+    let _server = server.args(["error-pwrite=EIO", "error-pwrite-rate=100%", &error]).start();
+    until("it listens", || UnixStream::connect(&socket).is_ok());
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let Some(device) = Attached::new(&uri, &site.path("fuse")) else {
+        return skipped(what, "FUSE or loop devices are not to be had");
+    };
+    Run::new("mkfs.ext2").arg("-q").arg(device.device()).ok();
+    let place = site.path("place");
+    let Some(_mounted) = Mount::new(&["-o", "errors=continue"], device.device(), &place) else {
+        return skipped(what, "ext2 cannot be mounted");
+    };
+    let (image, replica) = (place.join("vm.raw"), site.path("replica.raw"));
+    image::random(&image, 8 * MIB, &mut random);
+    let server = site.serve(&[&image], &[]);
+    site.sync(&image, &replica, &[]).ok();
+    let mut client = server.client("vm");
+    client.write(MIB, &random.bytes(65536)).expect("it is in memory");
+    std::fs::write(&fails, "").expect("a file");
+    client.flush().expect_err("it cannot be written");
+    std::fs::remove_file(&fails).expect("the file");
+    client.flush().expect_err("nor was it");
+    site.sync(&image, &replica, &[]).code(1).says(&["an earlier flush failed", "start it again"]);
+    drop(client);
+    server.kill();
+    // The disk has what it has, and so has the replica from then on.
+    let server = site.serve(&[&image], &[]);
+    site.sync(&image, &replica, &[]).ok();
+    server.stop();
+    let found = site.path("found.raw");
+    Run::new("dd")
+        .arg(format!("if={}", image.display()))
+        .arg(format!("of={}", found.display()))
+        .args(["iflag=direct", "bs=1M", "status=none"])
+        .ok();
+    image::assert_equal(&found, &replica);
 }

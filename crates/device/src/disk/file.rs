@@ -9,9 +9,9 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::fs::{Advice, FallocateFlags, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::Buf;
@@ -65,6 +65,10 @@ pub(crate) struct FileDisk {
     edges: Mutex<()>,
     /// As if there were no io_uring.
     threads: bool,
+    /// The flush that failed, if one has.
+    failed: OnceLock<(io::ErrorKind, String)>,
+    /// A second opening of a file that is written to, which is told of each failed flush by itself.
+    witness: Option<File>,
 }
 
 /// Opens a file or a block device as a disk.
@@ -190,8 +194,13 @@ impl FileDisk {
             }
             metadata.len()
         };
+        let only_read = DiskOptions::default();
+        let watched =
+            (options.write && !block).then(|| open_file(&by_descriptor(&plain), &only_read, 0).ok());
         Ok(FileDisk {
             path: path.to_path_buf(),
+            witness: watched.flatten(),
+            failed: OnceLock::new(),
             plain,
             direct,
             block,
@@ -293,12 +302,40 @@ impl FileDisk {
         let mut done = 0;
         while done < buf.len() {
             let rest = [io::IoSlice::new(&buf[done..])];
-            match retry(|| rustix::io::pwritev2(file, &rest, offset + done as u64, ReadWriteFlags::DSYNC))? {
+            let written =
+                retry(|| rustix::io::pwritev2(file, &rest, offset + done as u64, ReadWriteFlags::DSYNC));
+            match self.forced(written.map_err(Into::into))? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
                 count => done += count,
             }
         }
         Ok(())
+    }
+
+    /// What a flush came to. After one that has failed every other one fails: the system says once that it could not write something, and takes
+    /// it for written from then on. What it has in memory is not what the disk has, so that is dropped.
+    pub(crate) fn flushed(&self, result: io::Result<()>) -> io::Result<()> {
+        if let Err(error) = &result {
+            let _ = self.failed.set((error.kind(), error.to_string()));
+            let _ = rustix::fs::fadvise(&self.plain, 0, None, Advice::DontNeed);
+        }
+        let Some((kind, why)) = self.failed.get() else { return result };
+        result.and_then(|()| {
+            Err(io::Error::new(
+                *kind,
+                format!("an earlier flush failed ({why}), and what was written before that may be lost: stop what uses the disk, and start it again"),
+            ))
+        })
+    }
+
+    /// What a write that is to be durable came to. Its error may be that of a flush, which another descriptor is told as well.
+    pub(crate) fn forced<T>(&self, result: io::Result<T>) -> io::Result<T> {
+        if let (Err(_), Some(witness)) = (&result, &self.witness) {
+            if let Err(error) = witness.sync_data() {
+                let _ = self.flushed(Err(error));
+            }
+        }
+        self.flushed(Ok(())).and(result)
     }
 
     /// Reads what is no whole unit: through the page cache of a file, by whole sectors of a block device.
@@ -492,7 +529,7 @@ impl Disk for FileDisk {
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.plain.sync_data().map_err(|e| at(&self.path, "flush", 0, self.len(), e))
+        self.flushed(self.plain.sync_data()).map_err(|e| at(&self.path, "flush", 0, self.len(), e))
     }
 
     fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {

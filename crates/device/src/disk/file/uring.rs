@@ -317,10 +317,11 @@ impl UringQueue {
                     // The kernel is short of memory, or wants completions taken first.
                     Some(libc::EAGAIN | libc::EBUSY) => {
                         self.reap();
-                        if want > 0 && !self.done.is_empty() {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                        // What was taken does not come again: how many are worth waiting for is another number now.
+                        if want > 0 {
                             return;
                         }
-                        std::thread::sleep(std::time::Duration::from_millis(1));
                     }
                     _ => return self.give_up(&e),
                 },
@@ -389,6 +390,11 @@ impl UringQueue {
                 self.by_hand(op.slot, op.act, offset, from, len)
             }
             _ => Ok(()),
+        };
+        let outcome = match op.act {
+            Act::Flush => self.disk.flushed(outcome),
+            Act::Write { durable: true } => self.disk.forced(outcome),
+            _ => outcome,
         };
         let Some(held) = self.slots[op.slot].as_mut() else { return };
         if let Err(e) = outcome {
