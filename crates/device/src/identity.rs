@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{DeviceError, DeviceErrorKind};
 
+/// What statfs(2) says of an overlay of file systems.
+const OVERLAYFS: i64 = 0x794c_7630;
+
 /// What it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -100,6 +103,9 @@ pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
 fn of_file(path: PathBuf, metadata: &Metadata) -> Identity {
     let nanoseconds = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
     let born = metadata.created().ok().and_then(|born| born.duration_since(UNIX_EPOCH).ok());
+    // Its first opening for writing makes another file of it, with the inode of the former.
+    let lasts = || rustix::fs::statfs(&path).is_ok_and(|found| found.f_type & 0xffff_ffff != OVERLAYFS);
+    let born = born.filter(|born| !born.is_zero() && lasts());
     Identity {
         kind: DiskKind::File,
         path,

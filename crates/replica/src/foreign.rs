@@ -414,7 +414,7 @@ impl Replica {
             journal::replay(self.state(), WHOLE, delta, &mut touched, &mut self.positions(), failed)?;
         }
         let touched: Vec<_> = touched.ranges().collect();
-        let print = fingerprint_beside(&before.print, now.size, &touched);
+        let print = fingerprint_beside(before, now.size, &touched);
         Ok(Stamp { print, ..before.clone() }.differs(now))
     }
 

@@ -127,6 +127,9 @@ impl Replica {
     ) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
         let settings = PastSettings::load(&*folder)?;
+        if let Some(stamp) = lineage.as_ref().and_then(|lineage| lineage.stamp.as_ref()) {
+            destination.mark(&stamp.marks);
+        }
         let mut replica = Replica::new(destination, folder, lineage, options);
         *replica.views_mut() = views;
         if settings.as_ref().is_some_and(|settings| settings.dropped) {

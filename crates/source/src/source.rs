@@ -587,6 +587,8 @@ impl Source {
         // What only reads leaves the record to one that is told that it holds, as long as it ends no epoch.
         let mut spared = options.read_only && matches!(verdict, StampVerdict::Unproven { .. });
         let closed = ImageStamp::read(&*folder)?;
+        let is_other = |lost: Option<&Gap>| matches!(lost, Some(Gap::OtherContent(_)));
+        let parted = is_other(lost.as_ref()) && !is_other(closed.as_ref().and_then(|c| c.lost.as_ref()));
         let is_cloned = matches!(outside, Some(Outside::Clone(_)));
         let before = closed.as_ref().and_then(|c| c.file.clone()).filter(|_| lost.is_none());
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
@@ -627,6 +629,9 @@ impl Source {
         told.map_or(Ok(()), |ranges| disk.mark(ranges))?;
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
+        if parted {
+            lives::leave(&*folder, &mut about)?;
+        }
         lives::open(&*folder, &mut about, history.last(), options.read_only)?;
         foreign.into_iter().for_each(|times| disk.settle(times));
         disk.look(|| changed(&identity))?;

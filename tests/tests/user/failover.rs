@@ -607,9 +607,10 @@ fn nothing_is_given_up_for_a_source_that_is_refused() {
     far.write([3], &mut random);
     // A backup is put in its place.
     std::fs::rename(&old, &far.disk).expect("a backup");
-    for consent in ["--discard-there", "--save-there=/nowhere/lost.delta"] {
-        refused([&far, &near], far.sync(&near, &[consent]), &["is not the disk that", "--accept-source"]);
-    }
+    let words = ["is not the disk that", "--accept-source"];
+    refused([&far, &near], far.sync(&near, &["--discard-there"]), &words);
+    let words = ["cannot be saved as a delta"];
+    refused([&far, &near], far.sync(&near, &["--save-there=/nowhere/lost.delta"]), &words);
     assert_eq!(summary(near.run(&["status", "--json"]))["kind"], "source");
 }
 

@@ -102,7 +102,7 @@ fn a_replica_behind_a_server_is_followed_verified_and_rewound() {
     verify(&site, &vm, &uri).ok();
     assert!(site.dsync(["status"]).arg(&uri).ok().text().contains("consistent, at epoch"));
     // What others change behind the server, its samples tell or a verification.
-    image::scribble(&back, 20 * MIB, BLOCK, &mut random);
+    image::scribble(&back, 25 * MIB, BLOCK, &mut random);
     verify(&site, &vm, &uri).code(5);
     site.dsync(["verify", "--repair"]).arg(&vm).arg(&uri).ok();
     image::assert_equal(&vm, &back);
@@ -269,6 +269,36 @@ fn another_disk_under_the_name_gets_nothing_of_an_interrupted_commit() {
     assert_eq!(image::space(&empty), 0, "it was written to");
     site.sync(&vm, &uri, &["--adopt"]).ok();
     image::assert_equal(&vm, &empty);
+}
+
+/// A server shows an older copy of the same source, which agrees with the newest in all but what the last delta changed.
+#[test]
+fn an_older_copy_under_the_name_gets_no_delta() {
+    if !need(&["qemu-nbd"], "copies that are exchanged behind NBD servers") {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new("exchanged copies"));
+    let [vm, back] = images(&site, &mut random);
+    let mut export = Export::of(&site, &back, &[]);
+    let uri = export.uri();
+    let older = site.path("older.raw");
+    for how in [&[][..], &["--commit", "in-place"], &[]] {
+        std::fs::copy(&back, &older).expect("a copy");
+        image::scribble(&vm, (1 + random.below(30)) * MIB + 5 * BLOCK, BLOCK, &mut random);
+        site.sync(&vm, &uri, how).ok();
+        // Nothing was written: what tells is what was written before.
+        site.sync(&vm, &uri, &[]).ok();
+        export.stop();
+        let before = image::fingerprint(&older).0;
+        export.start(&older, &[]);
+        image::scribble(&vm, 2 * MIB, BLOCK, &mut random);
+        site.sync(&vm, &uri, how).code(4).says(&["another disk"]);
+        assert_eq!(image::fingerprint(&older).0, before, "it was written to");
+        export.stop();
+        export.start(&back, &[]);
+        site.sync(&vm, &uri, how).ok();
+        image::assert_equal(&vm, &back);
+    }
 }
 
 /// An older copy of the disk shows in none of the sixteen blocks: an adoption reads all of it, whatever digests say.

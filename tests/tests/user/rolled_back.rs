@@ -426,3 +426,51 @@ fn a_restored_disk_takes_no_newer_replica_back() {
         image::assert_equal(&a.disk, &c.disk);
     }
 }
+
+/// That its content is another one holds through changes of roles, and for whoever takes over from it.
+#[test]
+fn another_content_is_not_forgotten_by_a_promotion() {
+    for way in ["restored and promoted again", "restored and handed over", "a backup, promoted again"] {
+        say(way);
+        let mut random = Random::new("another content");
+        let (a, b, c) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
+        let backup = a.site.path("backup.raw");
+        Run::new("cp").arg("-a").args([&a.disk, &backup]).ok();
+        Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+        a.write([700], &mut random);
+        [&b, &c].iter().for_each(|to| drop(a.sync(to, &[]).ok()));
+        a.write([701], &mut random);
+        a.sync(&c, &[]).ok();
+        let newest = image::fingerprint(&c.disk).0;
+        match way {
+            "a backup, promoted again" => {
+                Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
+                a.sync(&c, &[]).code(4).says(&["may be the newest copy"]);
+            }
+            _ => {
+                b.sync(&a, &["--adopt"]).ok();
+                a.site.dsync(["forget", "--replica"]).arg(&a.disk).ok();
+            }
+        }
+        let source = match way {
+            "restored and handed over" => {
+                a.sync(&b, &["--accept-source"]).ok();
+                a.towards(&b, &["demote"]).ok();
+                b.run(&["promote"]).ok();
+                &b
+            }
+            _ => {
+                a.run(&["demote"]).ok();
+                a.run(&["promote", "--force"]).ok();
+                &a
+            }
+        };
+        source
+            .sync(&c, &[])
+            .code(4)
+            .says(&["nothing tells whether this source has all that the replica has"]);
+        assert_eq!(newest, image::fingerprint(&c.disk).0, "{way}");
+        source.sync(&c, &["--discard-there"]).ok();
+        image::assert_equal(&source.disk, &c.disk);
+    }
+}

@@ -222,7 +222,13 @@ pub(crate) fn mirror(name: &str, args: &args::MirrorArgs, state: &StateDir, outp
         stop: &mirroring.stop,
         pause: &mirroring.steering.pause,
         tell: &|event| teller.tell(event),
-        progress: &|done, total| output.progress(done, total),
+        progress: &|done, total| {
+            output.progress(done, total);
+            // A first copy may take days, and its service is begun as soon as nothing is refused any more.
+            if !mirroring.begun.load(SeqCst) && mirroring.manager.is_due(mirror_command::STATUS_EVERY) {
+                mirroring.manager.ready(&format!("bringing group {name} in {shown} up to date"));
+            }
+        },
         turns: &turns,
     };
     let summary = mirroring.manager.watched(|| turns.is_awake(), || mirror.run())?;

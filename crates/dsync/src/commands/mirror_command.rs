@@ -24,7 +24,7 @@ use crate::terms::{machine_name, units};
 /// How often -v prints the state.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 /// How often --json prints the state, without -v.
-const STATUS_EVERY: Duration = Duration::from_secs(1);
+pub(crate) const STATUS_EVERY: Duration = Duration::from_secs(1);
 
 /// Options from the arguments; `is_far`: the replica is on another host.
 pub(crate) fn options(args: &args::MirrorArgs, steering: &Steering, is_far: bool) -> Result<MirrorOptions> {

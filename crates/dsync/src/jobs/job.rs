@@ -190,7 +190,7 @@ pub(crate) struct JobFile {
 }
 
 /// What no job consents to.
-const CONSENTS: [&str; 2] = ["save_there", "discard_there"];
+const CONSENTS: [&str; 3] = ["save_there", "discard_there", "accept_source"];
 
 impl JobFile {
     pub(crate) fn read(folder: &Path, name: &str) -> Result<JobFile> {

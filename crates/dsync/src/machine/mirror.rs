@@ -167,6 +167,10 @@ impl Mirror<'_> {
             return Ok(None);
         }
         let times = machine.domain.id.is_none().then(|| times(&machine)).flatten();
+        if !self.mirroring.begun.load(SeqCst) {
+            // A first copy may take days.
+            self.mirroring.manager.ready(&format!("bringing vm:{} in {} up to date", self.name, self.shown));
+        }
         let pushed = machine.pass(&pass, &self.mirroring.steering)?;
         self.rests.replace(times);
         // What was taken over or created is a replica like any other now.
@@ -191,7 +195,7 @@ impl Mirror<'_> {
         let waits = rests || (is_begun && (has_overlay || (!last && since.elapsed() < OFF_FOR)));
         if waits && !is_seen {
             let text = format!("{} is off: waiting until it runs", self.name);
-            self.mirroring.manager.status(&text);
+            self.mirroring.manager.ready(&text);
             self.output.note(&text);
         }
         waits

@@ -9,6 +9,7 @@ use delta::{Frame, Header, Record};
 use device::{Buf, Disk, Done, Piece, Pieces, Queue, Request, RequestKind};
 
 use crate::journal::Target;
+use crate::state::destination::Marks;
 use crate::state::note::Keeping;
 
 /// Operations kept on their way.
@@ -162,6 +163,8 @@ pub(crate) struct Applier {
     keeping: Keeping,
     /// A flush has failed: the system forgets what it could not write, so no later one says anything about that.
     forgotten: bool,
+    /// Some of the blocks that it was told to change.
+    pub marks: Marks,
     /// Bytes written to the disk, the filled gaps of spans included.
     pub written: u64,
     /// Bytes read to fill the gaps of spans.
@@ -186,6 +189,7 @@ impl Applier {
             failed: None,
             keeping: Keeping::default(),
             forgotten: false,
+            marks: Marks::default(),
             written: 0,
             read: 0,
         })
@@ -246,6 +250,9 @@ impl Applier {
         if self.scattered {
             plan.picked.extend(plan.spans.drain(..).flatten());
             plan.picked.sort_by_key(|run| run.at);
+        }
+        for record in &records {
+            self.marks.add(&(record.offset()..record.offset() + record.len()));
         }
         self.zero(&plan.zeroes)?;
         if plan.spans.is_empty() {

@@ -425,6 +425,7 @@ impl BatchCommitter<'_> {
         let path = self.replica.destination().path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.drain().and_then(|()| self.applier.flush()).map_err(failed("flush"))?;
+        std::mem::take(&mut self.applier.marks).leave(self.replica.destination());
         self.replica.note_stamp()?;
         let unsure = self.replica.keep_unsure(&self.unsure, SAFE)?;
         self.replica.lineage_mut().unsure = unsure;

@@ -107,6 +107,7 @@ impl Replica {
         }
         applier.flush().map_err(failed("flush"))?;
         let counts = (applier.written, applier.read);
+        applier.marks.leave(self.destination());
         drop((applier, disk));
         self.still_there(toward.size)?;
         let unsure = self.keep_unsure(&set, SAFE)?;

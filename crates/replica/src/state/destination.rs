@@ -63,6 +63,8 @@ pub trait Destination: Send {
     }
     /// The stamp of what is at one of the names; `None` if nothing is.
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>>;
+    /// Has the stamps of a device show these blocks as well from now on, by where they begin.
+    fn mark(&self, _blocks: &[u64]) {}
     /// The destination's stamp at a glance, at next to no cost unless others have written to it.
     fn glance(&self) -> io::Result<Option<Stamp>> {
         Ok(self.stamp(Name::Final)?.map(Stamp::glance))
@@ -463,6 +465,7 @@ pub struct DeviceDestination {
     kernel: Option<(u64, Gauge)>,
     boot: Boot,
     disk: Arc<dyn Disk>,
+    marks: Mutex<Vec<u64>>,
 }
 
 impl DeviceDestination {
@@ -470,22 +473,22 @@ impl DeviceDestination {
     pub fn new(path: PathBuf) -> Result<DeviceDestination> {
         let disk = device::open(&path, &device::DiskOptions { write: true, direct: true, exclusive: true })?;
         let number = device::identity(&path)?.dev;
-        Ok(DeviceDestination { path, kernel: Some((number, Gauge::of(number))), boot: Boot::current(), disk })
+        let kernel = Some((number, Gauge::of(number)));
+        Ok(DeviceDestination { path, kernel, boot: Boot::current(), disk, marks: Mutex::default() })
     }
 
     fn look(&self) -> io::Result<Stamp> {
         self.disk.write_back()?;
         Ok(Stamp {
-            size: self.disk.len(),
-            print: fingerprint(&*self.disk)?,
             medium: self.kernel.as_ref().map(|(_, gauge)| Medium::of(gauge, &*self.disk)).transpose()?,
-            ..Stamp::default()
+            ..printed(&*self.disk, &self.marks)?
         })
     }
 
     /// A device that is open already.
     pub fn over(path: PathBuf, disk: Arc<dyn Disk>) -> DeviceDestination {
-        DeviceDestination { path, kernel: None, boot: Boot { id: String::new(), began: 0 }, disk }
+        let boot = Boot { id: String::new(), began: 0 };
+        DeviceDestination { path, kernel: None, boot, disk, marks: Mutex::default() }
     }
 }
 
@@ -493,6 +496,7 @@ impl DeviceDestination {
 pub(crate) struct ExportDestination {
     path: PathBuf,
     disk: Arc<NbdDisk>,
+    marks: Mutex<Vec<u64>>,
 }
 
 impl ExportDestination {
@@ -527,7 +531,7 @@ impl ExportDestination {
                 path.display()
             )));
         }
-        Ok(ExportDestination { path: path.to_path_buf(), disk: Arc::new(disk) })
+        Ok(ExportDestination { path: path.to_path_buf(), disk: Arc::new(disk), marks: Mutex::default() })
     }
 }
 
@@ -546,11 +550,13 @@ impl Destination for ExportDestination {
 
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
         Ok(match name {
-            Name::Final => {
-                Some(Stamp { size: self.disk.len(), print: fingerprint(&*self.disk)?, ..Stamp::default() })
-            }
+            Name::Final => Some(printed(&*self.disk, &self.marks)?),
             Name::Temporary => None,
         })
+    }
+
+    fn mark(&self, blocks: &[u64]) {
+        set(&self.marks, blocks);
     }
 
     fn glance(&self) -> io::Result<Option<Stamp>> {
@@ -559,7 +565,7 @@ impl Destination for ExportDestination {
 
     fn settle(&self) -> io::Result<Stamp> {
         self.disk.flush()?;
-        Ok(Stamp { size: self.disk.len(), print: fingerprint(&*self.disk)?, ..Stamp::default() })
+        printed(&*self.disk, &self.marks)
     }
 
     fn open(&self, _name: Name) -> Result<Arc<dyn Disk>> {
@@ -572,26 +578,66 @@ impl Destination for ExportDestination {
 const PRINT_BLOCKS: u64 = 16;
 const PRINT_BLOCK: u64 = 4096;
 
-/// Hashes of a few blocks: the first, which every file system and partition table changes, and others spread evenly. Each
-/// by itself: an unreadable one must not hide what the others say.
-pub(crate) fn fingerprint(disk: &dyn Disk) -> io::Result<String> {
+/// A disk's size and its fingerprint, with the blocks that are marked.
+fn printed(disk: &dyn Disk, marks: &Mutex<Vec<u64>>) -> io::Result<Stamp> {
+    let marks = marks.lock().unwrap_or_else(|e| e.into_inner()).clone();
+    Ok(Stamp { size: disk.len(), print: fingerprint(disk, &marks)?, marks, ..Stamp::default() })
+}
+
+fn set(marks: &Mutex<Vec<u64>>, blocks: &[u64]) {
+    *marks.lock().unwrap_or_else(|e| e.into_inner()) = blocks.to_vec();
+}
+
+/// Hashes of a few blocks: the first, which every file system and partition table changes, others spread evenly, and those that are
+/// marked. Each by itself: an unreadable one must not hide what the others say.
+pub(crate) fn fingerprint(disk: &dyn Disk, marks: &[u64]) -> io::Result<String> {
     let mut block = device::Buf::new(PRINT_BLOCK as usize);
-    samples(disk.len()).map(|at| device::hash_of(disk, at, &mut block)).collect()
+    samples(disk.len(), marks).map(|at| device::hash_of(disk, at, &mut block)).collect()
 }
 
 /// Where the blocks of a fingerprint begin.
-fn samples(len: u64) -> impl Iterator<Item = u64> {
+fn samples(len: u64, marks: &[u64]) -> impl Iterator<Item = u64> {
     let blocks = len / PRINT_BLOCK;
     let at = move |n| (u128::from(blocks - 1) * u128::from(n) / u128::from(PRINT_BLOCKS - 1)) as u64;
     let mut samples: Vec<u64> = (0..PRINT_BLOCKS.min(blocks)).map(at).collect();
     samples.dedup();
-    samples.into_iter().map(|at| at * PRINT_BLOCK)
+    let marked = marks.iter().copied().filter(move |at| at.saturating_add(PRINT_BLOCK) <= len);
+    samples.into_iter().map(|at| at * PRINT_BLOCK).chain(marked)
 }
 
 /// A fingerprint of a disk of `len` bytes without the blocks that lie in one of these ranges.
-pub(crate) fn fingerprint_beside(print: &str, len: u64, touched: &[Range<u64>]) -> String {
+pub(crate) fn fingerprint_beside(before: &Stamp, len: u64, touched: &[Range<u64>]) -> String {
     let is_touched = |at: u64| touched.iter().any(|range| range.start < at + PRINT_BLOCK && at < range.end);
-    device::masked(print, samples(len).map(is_touched))
+    device::masked(&before.print, samples(len, &before.marks).map(is_touched))
+}
+
+/// Which blocks of a delta mark the state to which it leads: some of those that it changes, spread over all of them.
+#[derive(Debug, Default)]
+pub(crate) struct Marks {
+    blocks: Vec<u64>,
+    seen: u64,
+}
+
+impl Marks {
+    /// A range that is changed, in bytes.
+    pub(crate) fn add(&mut self, range: &Range<u64>) {
+        let block = range.start / PRINT_BLOCK * PRINT_BLOCK;
+        self.seen += 1;
+        // Each of what was seen is among them with the same likelihood (Vitter's algorithm R, with a fixed sequence).
+        let place = (self.seen.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % self.seen;
+        if self.blocks.len() < PRINT_BLOCKS as usize {
+            self.blocks.push(block);
+        } else if let Some(kept) = self.blocks.get_mut(place as usize) {
+            *kept = block;
+        }
+    }
+
+    /// Has the stamps of a destination show them, if there are any.
+    pub(crate) fn leave(&self, destination: &dyn Destination) {
+        if !self.blocks.is_empty() {
+            destination.mark(&self.blocks);
+        }
+    }
 }
 
 impl Destination for DeviceDestination {
@@ -616,6 +662,10 @@ impl Destination for DeviceDestination {
             Name::Final => Some(self.look()?),
             Name::Temporary => None,
         })
+    }
+
+    fn mark(&self, blocks: &[u64]) {
+        set(&self.marks, blocks);
     }
 
     fn glance(&self) -> io::Result<Option<Stamp>> {
@@ -657,7 +707,7 @@ mod tests {
         let print = |bad: &[Range<u64>]| {
             let faulty = FaultyDisk::new(&Power::new(Outage::Kill), disk.clone());
             bad.iter().for_each(|bad| faulty.fail_reads(bad.clone(), EIO));
-            fingerprint(&faulty).unwrap()
+            fingerprint(&faulty, &[]).unwrap()
         };
         let (sound, last) = (print(&[]), print(&[(16 << 20) - 512..16 << 20]));
         assert!(sound != last && agree(&sound, &last) && agree(&last, &sound) && agree(&last, &last));

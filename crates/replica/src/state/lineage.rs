@@ -135,6 +135,9 @@ pub struct Stamp {
     /// Hashes of a few blocks of a device, empty for a file: they tell another disk under the same name.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub print: String,
+    /// Where the last of those blocks begin, in bytes: blocks that the last delta has changed, by which an older copy of the same source is told.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub marks: Vec<u64>,
     /// Of a device: which disk it is, and how much was written to it by then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub medium: Option<Medium>,

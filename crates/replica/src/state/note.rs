@@ -63,7 +63,8 @@ pub(crate) struct Note {
 impl Stamp {
     /// What of it costs next to nothing to be looked at: all but the content of a device.
     pub(crate) fn glance(self) -> Stamp {
-        Stamp { print: String::new(), medium: self.medium.map(|medium| medium.glance()), ..self }
+        let medium = self.medium.map(|medium| medium.glance());
+        Stamp { print: String::new(), marks: Vec::new(), medium, ..self }
     }
 
     /// In what way a device is not as its own writes can have left it, up to `sectors` of them; both are glances.

@@ -176,6 +176,9 @@ impl Destination for Frail {
     fn boot(&self) -> Boot {
         self.destination.boot()
     }
+    fn mark(&self, blocks: &[u64]) {
+        self.destination.mark(blocks);
+    }
     fn is_device(&self) -> bool {
         self.destination.is_device()
     }

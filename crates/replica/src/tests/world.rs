@@ -547,7 +547,12 @@ impl World {
                 if self.room.load(SeqCst) != u64::MAX {
                     disk.full_after(self.room.load(SeqCst));
                 }
-                Box::new(ModelDevice { path: "/dev/model".into(), disk: Arc::new(disk), group })
+                Box::new(ModelDevice {
+                    path: "/dev/model".into(),
+                    disk: Arc::new(disk),
+                    group,
+                    marks: Mutex::default(),
+                })
             }
         };
         let views = match self.read {
@@ -818,6 +823,7 @@ struct ModelDevice {
     path: PathBuf,
     disk: Arc<FaultyDisk>,
     group: Option<Arc<FaultyFolder>>,
+    marks: Mutex<Vec<u64>>,
 }
 
 impl Destination for ModelDevice {
@@ -833,8 +839,13 @@ impl Destination for ModelDevice {
         if name == Name::Temporary {
             return Ok(None);
         }
-        let print = fingerprint(&*self.disk)?;
-        Ok(Some(Stamp { size: self.disk.len(), print, ..Stamp::default() }))
+        let marks = self.marks.lock().unwrap().clone();
+        let print = fingerprint(&*self.disk, &marks)?;
+        Ok(Some(Stamp { size: self.disk.len(), print, marks, ..Stamp::default() }))
+    }
+
+    fn mark(&self, blocks: &[u64]) {
+        *self.marks.lock().unwrap() = blocks.to_vec();
     }
 
     fn glance(&self) -> io::Result<Option<Stamp>> {

@@ -66,6 +66,20 @@ pub(crate) fn begin(
     last: Option<Epoch>,
 ) -> Result<(), SourceError> {
     about.lives = lives(folder, about, last)?.and(Uuid::new_v4());
+    note(folder, about)
+}
+
+/// Leaves the way that led to what a source was: its content is another one, and nothing tells from which moment. No replica from before is behind
+/// it, whoever passes it on, until its user says so. Durable on return.
+///
+/// # Errors
+/// As [`begin`].
+pub(crate) fn leave(folder: &dyn Folder, about: &mut SourceMetadata) -> Result<(), SourceError> {
+    about.lives = Lives::of(vec![Point { life: Uuid::new_v4(), n: 0 }], false);
+    note(folder, about)
+}
+
+fn note(folder: &dyn Folder, about: &SourceMetadata) -> Result<(), SourceError> {
     // The path may have been noted since.
     let known = about_in(folder)?.unwrap_or_else(|| about.clone());
     write_about(folder, &SourceMetadata { lives: about.lives.clone(), ..known })

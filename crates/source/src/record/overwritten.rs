@@ -9,7 +9,9 @@ use device::{Dir, Folder, FolderLock, Storage};
 use extents::Bitmap;
 use uuid::Uuid;
 
+use crate::record::bookmarks::Bookmarks;
 use crate::record::history::History;
+use crate::record::lives;
 use crate::record::stamp::ImageStamp;
 use crate::record::state::{SourceMetadata, StateDir};
 use crate::{Gap, SourceError};
@@ -21,26 +23,26 @@ const RESTORED: &str = "dsync has restored it, perhaps from an older copy";
 /// recorded does not hold from then on, whatever `trust_device` says; the next sync of one compares. Of files those that are in use: a backup that
 /// others put in their place would be refused.
 ///
-/// Where a disk in use begins to be a replica, it is restored, perhaps from an older copy than one of its own replicas is: an epoch of another content
-/// ends here in its history, so that none of them is brought up to date from it until its user says so. One that was a replica before passes on what it
-/// receives. Durable on return.
+/// Where a source that has replicas begins to be one, it is restored, perhaps from an older copy than one of those is: an epoch of another content
+/// ends here in its history, and it leaves the way on which they are, so that none of them is brought up to date from it until its user says so. One that
+/// was a replica before passes on what it receives. Durable on return.
 ///
 /// # Errors
 /// `Busy` if another program holds one of them; if its state cannot be read or written.
 pub fn overwritten(state: &StateDir, path: &Path, begins: bool) -> Result<(), SourceError> {
     for (place, about) in stored_at(state, path)? {
         let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
-        // One that is tracked in the kernel has no stamp.
-        let is_in_use = ImageStamp::read(&folder)?.is_none_or(|stamp| stamp.is_in_use());
-        if !about.identity.is_block() && !is_in_use {
+        let is_restored = begins && Bookmarks::read(&folder)?.replicas().next().is_some();
+        let is_in_use = ImageStamp::read(&folder)?.is_some_and(|stamp| stamp.is_in_use());
+        if !about.identity.is_block() && !is_in_use && !is_restored {
             continue;
         }
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path: about.path, holder }),
         };
-        if begins && is_in_use {
-            restored(&folder, &about)?;
+        if is_restored {
+            restored(&folder, about)?;
         }
         ImageStamp::overwritten(&folder)?;
         drop(lock);
@@ -49,7 +51,8 @@ pub fn overwritten(state: &StateDir, path: &Path, begins: bool) -> Result<(), So
 }
 
 /// Ends an epoch of a source that knows some, after which it has another content.
-fn restored(folder: &dyn Folder, about: &SourceMetadata) -> Result<(), SourceError> {
+fn restored(folder: &dyn Folder, mut about: SourceMetadata) -> Result<(), SourceError> {
+    lives::leave(folder, &mut about)?;
     let mut history = History::hold(folder)?;
     let Some(last) = history.last() else { return Ok(()) };
     let size = history.size_at(&last).unwrap_or(about.identity.size);

@@ -28,7 +28,13 @@ pub(crate) fn facts<'a>(
     let unknown =
         left_off.filter(|epoch| handle.reaches(&[KnownPosition { epoch: *epoch, upto: 0 }]).is_err());
     let knowledge = match asked.map(|positions| handle.reaches(&positions)) {
-        None => Knowledge::NotAsked,
+        // Another content is one for each of its replicas, also where nothing tells how old that is.
+        None => {
+            match handle.lost()?.filter(|_| status.replica.source == Some(about.uuid) && !options.adopt) {
+                Some(why @ Gap::OtherContent(_)) => Knowledge::Lost(why),
+                _ => Knowledge::NotAsked,
+            }
+        }
         Some(Ok(())) => match unknown {
             None => Knowledge::Known,
             Some(epoch) => Knowledge::Lost(Gap::Told(format!(

@@ -280,6 +280,12 @@ pub(crate) fn refuse_diverged(
     let common = match facts.branch {
         Branch::Same | Branch::Behind => return Ok(()),
         Branch::Ahead(common) | Branch::Forked(common) => common.cut(),
+        // That is asked about by [`refuse_other_content`].
+        Branch::Strangers | Branch::Incomplete
+            if matches!(facts.history, Knowledge::Lost(Gap::OtherContent(_))) =>
+        {
+            return Ok(());
+        }
         Branch::Strangers | Branch::Incomplete => {
             return Err(foreign(facts, status, UNKNOWN_BRANCH.into()));
         }

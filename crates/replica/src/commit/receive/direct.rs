@@ -416,6 +416,7 @@ impl Direct {
             applier.flush().map_err(failed("flush"))?;
         }
         let counts = (applier.written, applier.read + copies.as_ref().map_or(0, |c| c.read));
+        applier.marks.leave(replica.destination());
         drop((applier, copies, disk));
         replica.keep_past(touched, toward)?;
         let set = passing.end();
