@@ -109,7 +109,7 @@ impl NbdDisk {
         })
     }
 
-    /// The same disk, to which others write meanwhile.
+    /// A disk to which others write meanwhile.
     pub fn beside_writers(mut self) -> NbdDisk {
         self.beside_writers = true;
         self

@@ -588,7 +588,10 @@ impl Source {
         let mut spared = options.read_only && matches!(verdict, StampVerdict::Unproven { .. });
         let closed = ImageStamp::read(&*folder)?;
         let is_other = |lost: Option<&Gap>| matches!(lost, Some(Gap::OtherContent(_)));
-        let parted = is_other(lost.as_ref()) && !is_other(closed.as_ref().and_then(|c| c.lost.as_ref()));
+        // Before the stamp, by which it is noticed once.
+        if is_other(lost.as_ref()) && !is_other(closed.as_ref().and_then(|c| c.lost.as_ref())) {
+            lives::leave(&*folder, &mut about)?;
+        }
         let is_cloned = matches!(outside, Some(Outside::Clone(_)));
         let before = closed.as_ref().and_then(|c| c.file.clone()).filter(|_| lost.is_none());
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
@@ -610,11 +613,7 @@ impl Source {
             file: backing.elsewhere().and_then(|_| FileMark::next(before, &identity.path)),
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
-        let (trusted, power_lost) = match verdict {
-            StampVerdict::Trusted { power_lost } => (true, power_lost),
-            StampVerdict::Unproven { power_lost, .. } if spared => (true, power_lost),
-            _ => (false, false),
-        };
+        let (trusted, power_lost) = verdict.trusted(spared);
         if !trusted {
             stamp.write(&*folder)?;
         }
@@ -629,9 +628,6 @@ impl Source {
         told.map_or(Ok(()), |ranges| disk.mark(ranges))?;
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
-        if parted {
-            lives::leave(&*folder, &mut about)?;
-        }
         lives::open(&*folder, &mut about, history.last(), options.read_only)?;
         foreign.into_iter().for_each(|times| disk.settle(times));
         disk.look(|| changed(&identity))?;

@@ -201,6 +201,15 @@ pub(crate) enum StampVerdict {
 }
 
 impl StampVerdict {
+    /// Whether the record is used, which one that is not proven is only if it is `spared`; and whether power was lost since.
+    pub(crate) fn trusted(&self, spared: bool) -> (bool, bool) {
+        match self {
+            StampVerdict::Trusted { power_lost } => (true, *power_lost),
+            StampVerdict::Unproven { power_lost, .. } if spared => (true, *power_lost),
+            _ => (false, false),
+        }
+    }
+
     /// Why what was written is not known.
     pub(crate) fn loss(&self) -> Option<Gap> {
         match self {
