@@ -492,7 +492,8 @@ fn the_depth_of_the_queue_is_kept() {
         }
         client.request(READ, 0, 0, 3 << 20, &[]);
         client.request(READ, DF, 0, 3 << 20, &[]);
-        gate.await_waiting(3);
+        // A queue that is waited for by itself takes no more in meanwhile than has come by then.
+        gate.await_waiting(if mode == Mode::Polled { 3 } else { 1 });
         gate.open();
         for _ in 0..22 {
             assert_eq!(client.next().1.error, 0);
