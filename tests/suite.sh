@@ -25,7 +25,7 @@ RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(nproc)} setsid sh -c '
 crates=$!
 trap 'kill -- -$crates 2>/dev/null' EXIT
 trap 'exit 1' HUP INT TERM
-export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 2))}"
+export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 1))}"
 { "$cargo" test --no-fail-fast --workspace --test user 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
 wait $crates
 code=$?
