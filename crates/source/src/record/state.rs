@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use device::{Dir, Folder, FolderLock, Format, Identity};
 use lineage::Lives;
-use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -115,9 +114,8 @@ fn mark(identity: &Identity) -> Option<String> {
     if identity.is_block() {
         return device::disk_id(identity.dev);
     }
-    let born = statx(CWD, &identity.path, AtFlags::empty(), StatxFlags::BTIME | StatxFlags::INO).ok()?;
-    let told = born.stx_mask & StatxFlags::BTIME.bits() != 0 && born.stx_ino == identity.ino;
-    told.then(|| format!("{}.{:09}", born.stx_btime.tv_sec, born.stx_btime.tv_nsec))
+    const SECOND: i64 = 1_000_000_000;
+    identity.born_ns.map(|born| format!("{}.{:09}", born / SECOND, born % SECOND))
 }
 
 impl Known {
