@@ -474,7 +474,7 @@ impl Source {
         let verdict = match (lost, &stamp) {
             (Some(why), _) => StampVerdict::Lost(why),
             (None, None) => StampVerdict::New,
-            // Whatever its user says of writes.
+            // Also where its user vouches that nothing wrote to it: that says nothing of another disk under its name.
             (None, Some(stamp)) if boot.life(&stamp.boot) != Life::This && !backing.is_named() => {
                 StampVerdict::Lost(UNNAMED.into())
             }

@@ -69,8 +69,8 @@ pub(crate) fn begin(
     note(folder, about)
 }
 
-/// Leaves the way that led to what a source was: its content is another one, and nothing tells from which moment. No replica from before is behind
-/// it, whoever passes it on, until its user says so. Durable on return.
+/// Leaves the way that led to what a source was: its content is another one, and nothing tells from which moment. From then on no earlier replica
+/// counts as behind it until its user says so, and that stays with the disk through promotions and demotions. Durable on return.
 ///
 /// # Errors
 /// As [`begin`].

@@ -57,7 +57,7 @@ fn restored(folder: &dyn Folder, mut about: SourceMetadata) -> Result<(), Source
     let Some(last) = history.last() else { return Ok(()) };
     let size = history.size_at(&last).unwrap_or(about.identity.size);
     let other = Some(Gap::OtherContent(RESTORED.into()));
-    // What changed is not looked at where it is not known.
+    // An entry whose changes are not known has none of them.
     let none = Bitmap::new(0);
     let epoch = Epoch { number: last.number + 1, id: Uuid::new_v4() };
     history.append(epoch, other, size, about.block_size, &none)

@@ -280,7 +280,7 @@ pub(crate) fn refuse_diverged(
     let common = match facts.branch {
         Branch::Same | Branch::Behind => return Ok(()),
         Branch::Ahead(common) | Branch::Forked(common) => common.cut(),
-        // That is asked about by [`refuse_other_content`].
+        // [`refuse_other_content`] refuses that, in words of its own.
         Branch::Strangers | Branch::Incomplete
             if matches!(facts.history, Knowledge::Lost(Gap::OtherContent(_))) =>
         {
