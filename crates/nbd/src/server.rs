@@ -221,6 +221,7 @@ impl Server {
                     Ok(false) => bell.hear(),
                     Err(_) => thread::sleep(EXHAUSTED),
                 }
+                reserve.hold();
                 match accept(&listener) {
                     // A refused client sees its connection closed.
                     Ok(stream) => match shared.connect(stream) {

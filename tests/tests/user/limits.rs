@@ -49,6 +49,14 @@ fn a_server_without_descriptors_turns_clients_away_and_says_so_once() {
     // Once a minute.
     let times = said.matches("cannot accept a connection").count() as u64;
     assert!((1..=1 + began.elapsed().as_secs() / 60).contains(&times), "{said}");
+    // With none left at all the next one waits. Of what comes free the server's own need is met first.
+    let none = Rlimit { current: Some(3), maximum: usual.maximum };
+    prlimit(Some(server.process().pid()), Resource::Nofile, none).expect("prlimit");
+    let waits = UnixStream::connect(server.socket()).expect("a connection");
+    waits.set_read_timeout(Some(Duration::from_millis(500))).expect("a limit");
+    (&waits).read(&mut [0]).expect_err("nothing can be accepted, nor turned away");
+    prlimit(Some(server.process().pid()), Resource::Nofile, few).expect("prlimit");
+    assert!(!greeted(server.socket()).1, "a client was given the descriptor that turns others away");
     drop(clients);
     prlimit(Some(server.process().pid()), Resource::Nofile, before).expect("prlimit");
     let until = Instant::now() + Duration::from_secs(30);

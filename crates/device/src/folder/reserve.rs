@@ -27,6 +27,13 @@ impl Reserve {
         matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
     }
 
+    /// Takes the descriptor again if another thread was given it. To be called before a client gets one: the last one is for this.
+    pub fn hold(&mut self) {
+        if self.0.is_none() {
+            *self = Reserve::new();
+        }
+    }
+
     /// Accepts the client that has waited longest, if there is one, and closes its connection.
     pub fn turn_away<T>(&mut self, listener: impl AsFd, accept: impl FnOnce() -> io::Result<T>) {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -34,8 +41,6 @@ impl Reserve {
         if waits == Ok(1) && self.0.take().is_some() {
             drop(accept());
         }
-        if self.0.is_none() {
-            *self = Reserve::new();
-        }
+        self.hold();
     }
 }

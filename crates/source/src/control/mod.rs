@@ -262,6 +262,7 @@ impl ControlServer {
             std::thread::Builder::new().name("control".into()).spawn(move || {
                 let mut reserve = Reserve::new();
                 loop {
+                    reserve.hold();
                     let accepted = listener.accept();
                     if stop.load(SeqCst) {
                         return;
