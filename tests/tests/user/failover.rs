@@ -1119,6 +1119,42 @@ fn a_replica_that_was_copied_onward_takes_over() {
     equal(&near, &far);
 }
 
+/// A switch to the replica and back restores a disk by differences, and later needs no consent but for a replica that has more.
+#[test]
+fn a_switch_there_and_back_restores_a_disk() {
+    for spoiled in ["by its guest", "by another program", "gone"] {
+        let mut random = Random::new(spoiled);
+        let (near, far) = pair(4 * MIB, &mut random);
+        let [older, newer] = [Host::new(), Host::new()];
+        near.sync(&older, &[]).ok();
+        near.write([1, 2], &mut random);
+        near.sync(&far, &[]).ok();
+        near.write([3], &mut random);
+        near.sync(&newer, &[]).ok();
+        match spoiled {
+            "by its guest" => near.write([4, 5], &mut random),
+            "by another program" => image::scribble(&near.disk, 2 * MIB, 8192, &mut random),
+            _ => std::fs::remove_file(&near.disk).expect("the disk"),
+        }
+        far.run(&["promote", "--force"]).ok();
+        let restored = summary(far.sync(&near, &["--discard-there"]));
+        equal(&near, &far);
+        let (method, blocks) = match spoiled {
+            "by its guest" => ("tracked", 3),
+            "by another program" => ("compare", 3),
+            _ => ("copy", 4 * MIB / BLOCK / 8),
+        };
+        assert_eq!((&restored["method"], number(&restored, "blocks_changed")), (&method.into(), blocks));
+        switch(&far, &near);
+        near.write([6], &mut random);
+        let next = summary(near.sync(&far, &[]));
+        assert_eq!((&next["method"], number(&next, "blocks_changed")), (&"tracked".into(), 1));
+        near.sync(&older, &[]).ok();
+        equal(&near, &older);
+        near.sync(&newer, &[]).code(4).says(&["has diverged", "--discard-there"]);
+    }
+}
+
 /// What a disk is as a source of its own is not given up by the way.
 #[test]
 fn a_disk_that_was_restored_is_not_promoted_over_the_source_that_it_is() {
