@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-use rustix::fs::SeekFrom;
+use rustix::fs::{SeekFrom, StatFs};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{DeviceError, DeviceErrorKind};
@@ -102,10 +102,7 @@ pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
 
 fn of_file(path: PathBuf, metadata: &Metadata) -> Identity {
     let nanoseconds = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
-    let born = metadata.created().ok().and_then(|born| born.duration_since(UNIX_EPOCH).ok());
-    // Its first opening for writing makes another file of it, with the inode of the former.
-    let lasts = || rustix::fs::statfs(&path).is_ok_and(|found| found.f_type & 0xffff_ffff != OVERLAYFS);
-    let born = born.filter(|born| !born.is_zero() && lasts());
+    let born_ns = born_ns(metadata, || rustix::fs::statfs(&path));
     Identity {
         kind: DiskKind::File,
         path,
@@ -115,8 +112,19 @@ fn of_file(path: PathBuf, metadata: &Metadata) -> Identity {
         size: metadata.len(),
         mtime_ns: nanoseconds(metadata.mtime(), metadata.mtime_nsec()),
         ctime_ns: nanoseconds(metadata.ctime(), metadata.ctime_nsec()),
-        born_ns: born.and_then(|born| i64::try_from(born.as_nanos()).ok()),
+        born_ns,
     }
+}
+
+/// When a file was made, in nanoseconds since 1970. `None` where its file system does not say so, or may make another file of it.
+pub(crate) fn born_ns(
+    metadata: &Metadata,
+    file_system: impl FnOnce() -> rustix::io::Result<StatFs>,
+) -> Option<i64> {
+    let born = metadata.created().ok()?.duration_since(UNIX_EPOCH).ok()?;
+    // On an overlay the first opening for writing makes another file, with the inode of the former.
+    let lasts = || file_system().is_ok_and(|found| found.f_type & 0xffff_ffff != OVERLAYFS);
+    if born.is_zero() || !lasts() { None } else { i64::try_from(born.as_nanos()).ok() }
 }
 
 /// The identity of an open file that was found at `path`, whatever that leads to by now.

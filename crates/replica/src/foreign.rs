@@ -93,9 +93,9 @@ impl Replica {
         }
     }
 
-    /// True if the lineage must say in what way others have changed the destination, as nothing else does after a reboot.
+    /// True if the lineage must say in what way others have changed the destination, as nothing else does after a reboot, or once it is stored.
     fn is_noticed_by_lineage(&self, why: Foreign) -> bool {
-        why == Foreign::Written && self.destination().is_device() && self.is_kept()
+        matches!(why, Foreign::Written | Foreign::Copied) && self.destination().is_device() && self.is_kept()
     }
 
     /// Gives the state another name: a delta that is sealed in the journal, and was found by comparing, was made before this
@@ -380,14 +380,22 @@ impl Replica {
         self.remove(note::NAME)
     }
 
+    /// True of a file, and of a device whose count of writes has gone on since the lineage was stored.
+    fn is_counted_since_stored(&self, now: &Stamp) -> bool {
+        !self.destination().is_device()
+            || self.lineage().stamp.as_ref().and_then(attached) == attached(now)
+    }
+
+    /// True if the state may be older than what a device holds: it is a copy, and nothing has counted what was written since it was stored.
+    pub(crate) fn is_copied(&self, now: &Stamp) -> Result<bool> {
+        let is_counted = self.is_counted_since_stored(now) && !self.destination().is_export();
+        if is_counted { Ok(false) } else { Lineage::is_copied(self.state()) }
+    }
+
     /// In what way others have changed a device since it was first opened after a reboot, or after it was attached anew: the
     /// kernel's count begins anew with either.
     pub(crate) fn since_attached(&self, now: &Stamp) -> Result<Option<Foreign>> {
-        let attached =
-            |stamp: &Stamp| stamp.medium.as_ref().map(|medium| (medium.boot.clone(), medium.diskseq));
-        if !self.destination().is_device()
-            || self.lineage().stamp.as_ref().and_then(attached) == attached(now)
-        {
+        if self.is_counted_since_stored(now) {
             return Ok(None);
         }
         let note = self.read_note()?;
@@ -473,6 +481,11 @@ impl Replica {
             self.lineage().step.is_some() || before.size == now.size || sizes.any(|size| size == now.size);
         Ok((!possible).then_some(Foreign::Resized))
     }
+}
+
+/// In which boot, and as which disk of it, a device was stamped.
+fn attached(stamp: &Stamp) -> Option<(&str, Option<u64>)> {
+    stamp.medium.as_ref().map(|medium| (medium.boot.as_str(), medium.diskseq))
 }
 
 /// How long ago a moment was, in nanoseconds since 1970, in words.

@@ -509,6 +509,50 @@ fn a_write_after_a_replica_was_attached_anew_is_noticed() {
     sync(&scene, disk.device(), &[]).code(4).says(&["was written to", "--adopt"]);
 }
 
+/// What is written to a device is told by the kernel's count alone, and that begins anew where it is attached anew: a state that was restored
+/// meanwhile may be older than what the disk holds.
+#[test]
+fn a_restored_state_of_a_replica_that_was_attached_anew_is_not_believed() {
+    let what = "a restored state of a device that is attached anew";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::synced(what, 16 * MIB);
+    let (file, node, saved) =
+        (scene.site.image("device.img", 16 * MIB), Node::new(), scene.site.path("saved"));
+    let of_replica = |scene: &Scene, command: &str| scene.site.dsync([command]).arg(&node.0);
+    let attached = || {
+        wait_free(&node.0);
+        node.attach(&file)
+    };
+    let Some(mut disk) = attached() else { return skipped(what, "no loop device of a name") };
+    for round in 0..3 {
+        scene.change(3);
+        sync(&scene, &node.0, &["--keep-last", "5"]).ok();
+        if round == 1 {
+            Run::new("cp").arg("-a").arg(scene.site.state().join("replicas")).arg(&saved).ok();
+        }
+    }
+    drop(disk);
+    disk = attached().expect("a loop device");
+    of_replica(&scene, "recover").ok();
+    drop(disk);
+    std::fs::remove_dir_all(scene.site.state().join("replicas")).expect("its state");
+    Run::new("cp").arg("-a").arg(&saved).arg(scene.site.state().join("replicas")).ok();
+    disk = attached().expect("a loop device");
+    let before = std::fs::read(&node.0).expect("the disk");
+    of_replica(&scene, "rewind").args(["--to", "1"]).code(4).says(&["restored from a copy", "dsync verify"]);
+    of_replica(&scene, "promote").arg("--force").code(4);
+    sync(&scene, &node.0, &[]).code(4).says(&["--adopt"]);
+    assert!(std::fs::read(&node.0).expect("the disk") == before, "it was written to");
+    sync(&scene, &node.0, &["--adopt"]).ok();
+    drop(disk);
+    disk = attached().expect("a loop device");
+    scene.change(3);
+    assert_eq!(sync(&scene, &node.0, &[]).ok().summary()["method"], "tracked");
+    assert_same(&scene.image, disk.device());
+}
+
 /// Deletes the partitions of a disk and makes them again, until the first one is another device under its name.
 fn made_anew(disk: &Path, first: &Path) {
     use std::os::unix::fs::MetadataExt;

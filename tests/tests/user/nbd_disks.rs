@@ -301,6 +301,32 @@ fn an_older_copy_under_the_name_gets_no_delta() {
     }
 }
 
+/// The state of a replica was restored, and nothing tells what its server was given since.
+#[test]
+fn a_restored_state_of_an_export_is_not_believed() {
+    if !need(&["qemu-nbd"], "a restored state of a replica behind an NBD server") {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new("a restored state of an export"));
+    let [vm, back] = images(&site, &mut random);
+    let export = Export::of(&site, &back, &[]);
+    let uri = export.uri();
+    site.sync(&vm, &uri, &["--keep-last", "5"]).ok();
+    let saved = site.path("saved");
+    let copy = |from: &Path, to: &Path| Run::new("cp").arg("-a").arg(from).arg(to).ok();
+    copy(&site.state(), &saved);
+    image::scribble(&vm, 9 * MIB, BLOCK, &mut random);
+    site.sync(&vm, &uri, &[]).ok();
+    std::fs::remove_dir_all(site.state()).expect("the state");
+    copy(&saved, &site.state());
+    site.sync(&vm, &uri, &[]).code(4).says(&["restored from a copy", "dsync verify --repair"]);
+    site.sync(&vm, &uri, &["--adopt"]).ok();
+    image::assert_equal(&vm, &back);
+    image::scribble(&vm, 11 * MIB, BLOCK, &mut random);
+    site.sync(&vm, &uri, &[]).ok();
+    image::assert_equal(&vm, &back);
+}
+
 /// An older copy of the disk shows in none of the sixteen blocks: an adoption reads all of it, whatever digests say.
 #[test]
 fn what_is_adopted_is_read_in_spite_of_digests() {

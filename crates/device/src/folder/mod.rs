@@ -82,6 +82,10 @@ pub trait StateFile: Send + Sync {
     fn write_back(&self, _offset: u64, _len: u64) {}
     /// Drops what the page cache holds of a range that is durable already. A hint.
     fn uncache(&self, _offset: u64, _len: u64) {}
+    /// When the file was made, in nanoseconds since 1970: one that was copied or restored was made later. `None` where that is not known.
+    fn born_ns(&self) -> Option<i64> {
+        None
+    }
     /// The file as a disk that is written past the page cache, in whole pages. `None` where that is not supported.
     fn past_cache(&self) -> Option<Arc<dyn Disk>> {
         None
@@ -90,9 +94,19 @@ pub trait StateFile: Send + Sync {
 
 /// Puts `content` in place of the file `name`, durably and whole: after a crash the old or the new content is there.
 pub fn replace(folder: &dyn Folder, name: &str, content: &[u8]) -> io::Result<()> {
+    replace_with(folder, name, |_| Ok(content.to_vec()))
+}
+
+/// As [`replace`], with content that depends on the file that it will be in.
+pub fn replace_with(
+    folder: &dyn Folder,
+    name: &str,
+    content: impl FnOnce(&dyn StateFile) -> io::Result<Vec<u8>>,
+) -> io::Result<()> {
     let fresh = reserved(name);
     let file = folder.open(&fresh, true)?;
-    file.write_at(0, content)?;
+    let content = content(&*file)?;
+    file.write_at(0, &content)?;
     file.set_len(content.len() as u64)?;
     file.sync()?;
     folder.rename(&fresh, name)?;
@@ -360,6 +374,9 @@ impl StateFile for RealFile {
     fn uncache(&self, offset: u64, len: u64) {
         let len = std::num::NonZeroU64::new(len);
         let _ = rustix::fs::fadvise(&self.file, offset, len, rustix::fs::Advice::DontNeed);
+    }
+    fn born_ns(&self) -> Option<i64> {
+        crate::identity::born_ns(&self.file.metadata().ok()?, || rustix::fs::fstatfs(&self.file))
     }
     fn past_cache(&self) -> Option<Arc<dyn Disk>> {
         self.writable().ok()?;

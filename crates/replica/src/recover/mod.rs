@@ -246,6 +246,9 @@ impl Replica {
         if let Some(why) = self.changed().filter(|_| !self.is_compared(deltas)) {
             return Ok(Some(why));
         }
+        if self.is_copied(now)? {
+            return Ok(Some(Foreign::Copied));
+        }
         let in_place = self.lineage().step.as_ref().is_some_and(|step| step.kind == StepKind::InPlace);
         match sealed {
             Sealed::Damaged => Ok(None),

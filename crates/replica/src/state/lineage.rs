@@ -1,9 +1,10 @@
 //! What a replica knows of itself, and how it is kept.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use delta::{Epoch, Header};
-use device::{Folder, Format, Medium};
+use device::{Folder, Format, Medium, StateFile};
 use lineage::Lives;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -241,6 +242,42 @@ impl Toward {
     }
 }
 
+/// A lineage as it is stored.
+#[derive(Serialize)]
+struct Stored<'a> {
+    #[serde(flatten)]
+    lineage: &'a Lineage,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    born: Option<i64>,
+}
+
+/// When the file of a stored lineage was made, in nanoseconds since 1970.
+#[derive(Deserialize)]
+struct Born {
+    born: Option<i64>,
+}
+
+fn damaged(path: &Path, why: String) -> ReplicaError {
+    ReplicaError::Damaged { path: path.to_path_buf(), why, way_out: COMPARE_ANEW.into() }
+}
+
+/// The file of a folder's lineage, and what is in it.
+fn read(folder: &dyn Folder) -> Result<Option<(Box<dyn StateFile>, Vec<u8>)>> {
+    let path = folder.path().join(NAME);
+    let file = match folder.open(NAME, false) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(io_error("open", &path)(e)),
+    };
+    let len = file.len().map_err(io_error("read", &path))?;
+    if len > MOST {
+        return Err(damaged(&path, "it is too large".into()));
+    }
+    let mut bytes = vec![0; len as usize];
+    file.read_at(0, &mut bytes).map_err(io_error("read", &path))?;
+    Ok(Some((file, bytes)))
+}
+
 impl Lineage {
     /// The version that is written, and the only one that is read.
     pub const VERSION: u32 = 1;
@@ -275,19 +312,8 @@ impl Lineage {
     #[doc(hidden)]
     pub fn load(folder: &dyn Folder) -> Result<Option<Lineage>> {
         let path = folder.path().join(NAME);
-        let file = match folder.open(NAME, false) {
-            Ok(file) => file,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(io_error("open", &path)(e)),
-        };
-        let damaged =
-            |why: String| ReplicaError::Damaged { path: path.clone(), why, way_out: COMPARE_ANEW.into() };
-        let len = file.len().map_err(io_error("read", &path))?;
-        if len > MOST {
-            return Err(damaged("it is too large".into()));
-        }
-        let mut bytes = vec![0; len as usize];
-        file.read_at(0, &mut bytes).map_err(io_error("read", &path))?;
+        let Some((_, bytes)) = read(folder)? else { return Ok(None) };
+        let damaged = |why| damaged(&path, why);
         let lineage: Lineage =
             of_version(&bytes, Self::VERSION, &path)?.map_err(|e| damaged(e.to_string()))?;
         if let Some(step) = &lineage.step {
@@ -301,8 +327,21 @@ impl Lineage {
     /// Puts this lineage in place of the folder's, durably.
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(NAME);
-        let bytes = serde_json::to_vec_pretty(self).map_err(|e| io_error("write", &path)(e.into()))?;
-        device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
+        let stored = |file: &dyn StateFile| {
+            serde_json::to_vec_pretty(&Stored { lineage: self, born: file.born_ns() }).map_err(io::Error::from)
+        };
+        device::replace_with(folder, NAME, stored).map_err(io_error("write", &path))
+    }
+
+    /// True if the folder's lineage is not in the file that it was written to: it was copied, or restored from a copy.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(crate) fn is_copied(folder: &dyn Folder) -> Result<bool> {
+        let Some((file, bytes)) = read(folder)? else { return Ok(false) };
+        // What is damaged is told by who loads it.
+        let written = serde_json::from_slice(&bytes).ok().and_then(|Born { born }| born);
+        Ok(written.zip(file.born_ns()).is_some_and(|(written, is)| written != is))
     }
 
     /// Bytes that the next lineage takes at most.

@@ -133,6 +133,8 @@ pub(crate) enum Foreign {
     Unsure,
     /// A write in place to an export was interrupted, and nothing tells whether it is the same disk still.
     Interrupted,
+    /// The state of a device was copied, and the kernel does not tell what was written since.
+    Copied,
     /// It is a source itself.
     Promoted,
 }
@@ -161,6 +163,9 @@ impl fmt::Display for Foreign {
             Foreign::Unsure => "the record of the blocks in which it is unsure is missing or damaged",
             Foreign::Interrupted => {
                 "a copy to it was interrupted, and nothing tells whether its NBD server still has the same disk there"
+            }
+            Foreign::Copied => {
+                "its state was copied or restored from a copy, and nothing tells what was written to it since"
             }
             Foreign::Promoted => "it was promoted",
         })
