@@ -244,7 +244,7 @@ impl Replica {
     /// If the note cannot be written, or made durable: without it, a file that was written to would be doubted. Where only the room is missing,
     /// it is done without. If others have changed the destination since it was left alone: after the note nothing tells.
     pub(crate) fn work(&mut self, durable: bool) -> Result<Keeping> {
-        self.herald()?;
+        self.herald(self.lineage().epoch.is_none())?;
         if !self.is_timeless() && self.working().is_none() {
             let note = self.write_note(None);
             let failed = io_error("write", &self.folder().join(note::NAME));

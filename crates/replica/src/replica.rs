@@ -88,6 +88,8 @@ struct Known {
     prepared: Option<PreparedCommit>,
     /// The replica goes back to an earlier moment: none is dropped to make room.
     rewinds: bool,
+    /// Others were told that it is written to, and whether that it goes back.
+    heralded: Option<bool>,
     /// When the last of what is committed arrived, in seconds since 1970, if that was earlier than now.
     arrived: Option<u64>,
     /// Epochs of the source before that of the seed that comes.
@@ -203,13 +205,22 @@ impl Replica {
         &self.options
     }
 
-    /// Announces the first write.
-    pub(crate) fn herald(&mut self) -> Result<()> {
-        if let Some(herald) = &self.options.herald {
-            herald.ask(self.destination.path(), self.lineage.epoch.is_none())?;
+    /// Announces that it is written to from now on, once, and once more where what it will hold does not follow what it held.
+    pub(crate) fn herald(&mut self, goes_back: bool) -> Result<()> {
+        if self.known.heralded >= Some(goes_back) {
+            return Ok(());
         }
-        self.options.herald = None;
+        if let Some(herald) = &self.options.herald {
+            herald.ask(self.destination.path(), goes_back)?;
+        }
+        self.known.heralded = Some(goes_back);
         Ok(())
+    }
+
+    /// As [`Replica::herald`], for a step that goes back.
+    pub(crate) fn herald_back(&mut self) -> Result<()> {
+        self.known.heralded = None;
+        self.herald(true)
     }
 
     /// What of its past is kept; `None` if nothing is.

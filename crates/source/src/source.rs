@@ -587,11 +587,6 @@ impl Source {
         // What only reads leaves the record to one that is told that it holds, as long as it ends no epoch.
         let mut spared = options.read_only && matches!(verdict, StampVerdict::Unproven { .. });
         let closed = ImageStamp::read(&*folder)?;
-        let is_other = |lost: Option<&Gap>| matches!(lost, Some(Gap::OtherContent(_)));
-        // Before the stamp, by which it is noticed once.
-        if is_other(lost.as_ref()) && !is_other(closed.as_ref().and_then(|c| c.lost.as_ref())) {
-            lives::leave(&*folder, &mut about)?;
-        }
         let is_cloned = matches!(outside, Some(Outside::Clone(_)));
         let before = closed.as_ref().and_then(|c| c.file.clone()).filter(|_| lost.is_none());
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost

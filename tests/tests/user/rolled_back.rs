@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use dsync_tests::host::Host;
-use dsync_tests::{Random, Run, Server, image, say};
+use dsync_tests::mount::Loop;
+use dsync_tests::{Random, Run, Server, got, image, need_root, say};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = image::BLOCK;
@@ -430,7 +431,13 @@ fn a_restored_disk_takes_no_newer_replica_back() {
 /// That its content is another one holds through changes of roles, and for whoever takes over from it.
 #[test]
 fn another_content_is_not_forgotten_by_a_promotion() {
-    for way in ["restored and promoted again", "restored and handed over", "a backup, promoted again"] {
+    let ways = [
+        "restored and promoted again",
+        "restored and handed over",
+        "a backup, promoted again",
+        "a backup while it is served, promoted again",
+    ];
+    for way in ways {
         say(way);
         let mut random = Random::new("another content");
         let (a, b, c) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
@@ -446,6 +453,11 @@ fn another_content_is_not_forgotten_by_a_promotion() {
             "a backup, promoted again" => {
                 Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
                 a.sync(&c, &[]).code(4).says(&["may be the newest copy"]);
+            }
+            "a backup while it is served, promoted again" => {
+                let server = a.site.serve(&[&a.disk], &[]);
+                std::fs::rename(&backup, &a.disk).expect("a file in its place");
+                server.stop();
             }
             _ => {
                 b.sync(&a, &["--adopt"]).ok();
@@ -472,5 +484,73 @@ fn another_content_is_not_forgotten_by_a_promotion() {
         assert_eq!(newest, image::fingerprint(&c.disk).0, "{way}");
         source.sync(&c, &["--discard-there"]).ok();
         image::assert_equal(&source.disk, &c.disk);
+    }
+}
+
+/// A disk that dsync itself sets back, whichever way that is done, takes no newer replica with it.
+#[test]
+fn what_dsync_sets_back_overwrites_no_newer_replica() {
+    for way in ["fed by deltas", "through a loop device", "passed on, rewound", "passed on, accepted"] {
+        say(way);
+        let mut random = Random::new("a disk that is set back");
+        let host = Host::with_disk(4 * MIB, &mut random);
+        let (site, disk) = (&host.site, &host.disk);
+        let [older, newer] = ["older.raw", "newer.raw"].map(|name| site.path(name));
+        let merge = |since: &str, to: &[&PathBuf]| {
+            let delta = site.dsync(["extract", "--since", since]).arg(disk).ok().stdout;
+            to.iter().for_each(|to| drop(site.dsync(["merge"]).arg(to).input(delta.clone()).ok()));
+        };
+        let sync = |from: &PathBuf, to: &PathBuf, options: &[&str]| site.sync(from, to, options);
+        let (from, words) = match way {
+            "fed by deltas" => {
+                merge("0", &[&older, &newer]);
+                host.write([700], &mut random);
+                merge("1", &[&newer]);
+                sync(&older, disk, &["--adopt"]).ok();
+                site.dsync(["forget", "--replica"]).arg(disk).ok();
+                (disk, "may be the newest copy")
+            }
+            "through a loop device" => {
+                [&older, &newer].iter().for_each(|to| drop(sync(disk, to, &[]).ok()));
+                host.write([700], &mut random);
+                sync(disk, &newer, &[]).ok();
+                let what = "a restore through a loop device";
+                let device = if need_root(what) { Loop::new(disk) } else { None };
+                if !got(device.as_ref().ok_or("there is no loop device"), what) {
+                    continue;
+                }
+                let device = device.expect("a loop device");
+                site.sync(&older, device.device(), &["--adopt"]).ok();
+                site.dsync(["forget", "--replica"]).arg(device.device()).ok();
+                (disk, "may be the newest copy")
+            }
+            _ => {
+                let epochs = [700, 701].map(|block| {
+                    host.write([block], &mut random);
+                    let synced = sync(disk, &older, &["--keep-last", "5"]).ok().summary();
+                    sync(&older, &newer, &[]).ok();
+                    synced["epoch"].to_string()
+                });
+                if way == "passed on, rewound" {
+                    site.dsync(["rewind", "--to", &epochs[0]]).arg(&older).ok();
+                } else {
+                    let backup = site.path("backup.raw");
+                    image::copy(disk, &backup);
+                    image::scribble(&backup, MIB, 4096, &mut random);
+                    Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+                    site.serve(&[disk], &[]).stop();
+                    std::fs::rename(&backup, disk).expect("a file in its place");
+                    sync(disk, &older, &["--accept-source"]).ok();
+                }
+                (&older, "may be the newest copy")
+            }
+        };
+        let before = image::fingerprint(&newer).0;
+        sync(from, &newer, &[]).code(4).says(&[words]);
+        assert_eq!(before, image::fingerprint(&newer).0, "{way}");
+        sync(from, &newer, &["--save-there", "lost.delta", "--accept-source"]).code(4).says(&["cannot be saved"]);
+        assert_eq!(before, image::fingerprint(&newer).0, "{way}");
+        sync(from, &newer, &["--accept-source"]).ok();
+        image::assert_equal(from, &newer);
     }
 }

@@ -46,6 +46,16 @@ impl Storage {
     /// What the file or block device at `path` is stored on; for a missing file, its folder. `None` if that is
     /// not known.
     pub fn of(path: &Path) -> Option<Storage> {
+        Storage::layered(path, true)
+    }
+
+    /// What is written when the file or block device at `path` is, without what the file system of a file is stored on: that sees an ordinary
+    /// write of its own.
+    pub fn of_bytes(path: &Path) -> Option<Storage> {
+        Storage::layered(path, false)
+    }
+
+    fn layered(path: &Path, beneath_file_systems: bool) -> Option<Storage> {
         let found = std::fs::metadata(path).or_else(|_| {
             let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
             std::fs::metadata(parent.unwrap_or(Path::new(".")))
@@ -60,7 +70,8 @@ impl Storage {
         let mut at = 0;
         while let Some(layer) = layers.get(at).cloned().filter(|_| at < MOST) {
             let below = match layer.what {
-                Object::File(file_system, _) => on_file_system(file_system),
+                Object::File(file_system, _) if beneath_file_systems => on_file_system(file_system),
+                Object::File(..) => Vec::new(),
                 Object::Block(device) => below(&std::fs::canonicalize(sysfs(device)).ok()?, layer.range),
             };
             layers.extend(below);

@@ -296,10 +296,9 @@ impl Replica {
     /// What a way back to the present state leads to.
     fn kind(&self, toward: &Toward) -> UndoKind {
         let lineage = self.lineage();
-        let follows = toward.lives.as_ref().is_none_or(|lives| lives.leads_over(&lineage.role.lives));
         match () {
             // It may be the only copy of what was written since the epoch.
-            () if (self.rewinds() || !follows) && lineage.is_ahead() => UndoKind::Ahead,
+            () if (self.rewinds() || !lineage.is_followed_by(toward)) && lineage.is_ahead() => UndoKind::Ahead,
             () if lineage.state == State::Incomplete || !lineage.unsure.is_nothing() => UndoKind::Via,
             () => UndoKind::Epoch,
         }

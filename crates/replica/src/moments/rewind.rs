@@ -166,6 +166,7 @@ impl Replica {
                 "cannot be brought back to that moment: \"dsync rewind\" without --to lists those that it can",
             );
         };
+        self.herald_back()?;
         self.note_return(moment.epoch.number)?;
         self.note_rewind(&moment)?;
         // To make room, the moment itself might be dropped.

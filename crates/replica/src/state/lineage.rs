@@ -344,6 +344,11 @@ impl Lineage {
         Ok(written.zip(file.born_ns()).is_some_and(|(written, is)| written != is))
     }
 
+    /// True if a step leads to what follows the present state, or stays at it: its source had all that this has.
+    pub(crate) fn is_followed_by(&self, toward: &Toward) -> bool {
+        toward.lives.as_ref().is_none_or(|lives| lives.leads_over(&self.role.lives))
+    }
+
     /// Bytes that the next lineage takes at most.
     pub(crate) fn room(&self) -> u64 {
         let step = self.step.as_ref().and_then(|step| step.toward.lives.as_ref());

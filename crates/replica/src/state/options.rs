@@ -73,13 +73,13 @@ pub struct Herald(Arc<Ask>);
 type Ask = dyn Fn(&Path, bool) -> Result<()> + Send + Sync;
 
 impl Herald {
-    /// A herald that calls `ask` with the path of the disk, and whether that becomes a replica only now.
+    /// A herald that calls `ask` with the path of the disk, and whether what it will hold does not follow what it held.
     pub fn new(ask: impl Fn(&Path, bool) -> Result<()> + Send + Sync + 'static) -> Herald {
         Herald(Arc::new(ask))
     }
 
-    pub(crate) fn ask(&self, disk: &Path, begins: bool) -> Result<()> {
-        (self.0)(disk, begins)
+    pub(crate) fn ask(&self, disk: &Path, goes_back: bool) -> Result<()> {
+        (self.0)(disk, goes_back)
     }
 }
 

@@ -167,9 +167,10 @@ impl Bookmarks {
         at: Option<Epoch>,
     ) -> Result<(), SourceError> {
         let source = source.display();
-        if !is_plain(name) {
+        // Readers of a view find epochs by their ids, and checkpoints by their names.
+        if !is_plain(name) || Uuid::try_parse(name).is_ok() {
             return Err(SourceError::Refused(format!(
-                "invalid checkpoint name \"{name}\": use a letter, then up to {} letters, digits, dots, dashes or underscores",
+                "invalid checkpoint name \"{name}\": use a letter, then up to {} letters, digits, dots, dashes or underscores, and no id of an epoch",
                 NAME_MAX - 1
             )));
         }

@@ -74,9 +74,10 @@ pub(crate) fn begin(
 ///
 /// # Errors
 /// As [`begin`].
-pub(crate) fn leave(folder: &dyn Folder, about: &mut SourceMetadata) -> Result<(), SourceError> {
-    about.lives = Lives::of(vec![Point { life: Uuid::new_v4(), n: 0 }], false);
-    note(folder, about)
+pub(crate) fn leave(folder: &dyn Folder) -> Result<(), SourceError> {
+    let Some(about) = about_in(folder)? else { return Ok(()) };
+    let lives = Lives::of(vec![Point { life: Uuid::new_v4(), n: 0 }], false);
+    write_about(folder, &SourceMetadata { lives, ..about })
 }
 
 fn note(folder: &dyn Folder, about: &SourceMetadata) -> Result<(), SourceError> {
@@ -96,6 +97,10 @@ pub(crate) fn open(
     last: Option<Epoch>,
     read_only: bool,
 ) -> Result<(), SourceError> {
+    if let Some(known) = about_in(folder)? {
+        // The way may have been left since.
+        about.lives = known.lives;
+    }
     if !read_only || drawn(folder, about)?.is_some() { begin(folder, about, last) } else { Ok(()) }
 }
 

@@ -9,7 +9,6 @@ use device::{Dir, Folder, FolderLock, Storage};
 use extents::Bitmap;
 use uuid::Uuid;
 
-use crate::record::bookmarks::Bookmarks;
 use crate::record::history::History;
 use crate::record::lives;
 use crate::record::stamp::ImageStamp;
@@ -19,30 +18,28 @@ use crate::{Gap, SourceError};
 /// What is said of a disk that dsync has restored.
 const RESTORED: &str = "dsync has restored it, perhaps from an older copy";
 
-/// Notes that dsync is about to write to the disk at `path` as to a replica, which `begins` to be one. What the sources that are stored there have
-/// recorded does not hold from then on, whatever `trust_device` says; the next sync of one compares. Of files those that are in use: a backup that
-/// others put in their place would be refused.
+/// Notes that dsync is about to write to the disk at `path` as to a replica. What the sources that are stored there have recorded does not hold from then
+/// on, whatever `trust_device` says; the next sync of one compares. Of files those that are in use: a backup that others put in their place would be refused.
 ///
-/// Where a source that has replicas begins to be one, it is restored, perhaps from an older copy than one of those is: an epoch of another content
-/// ends here in its history, and it leaves the way on which they are, so that none of them is brought up to date from it until its user says so. One that
-/// was a replica before passes on what it receives. Durable on return.
+/// Where what it will hold does not follow what it held (`goes_back`), it is another content: it begins to be a replica, and is perhaps restored from an
+/// older copy than one of its own replicas is, or it is rewound, or its source was. An epoch of that ends here in its history, and it leaves the way on
+/// which its replicas are, so that none of them is brought up to date from it until its user says so. Durable on return.
 ///
 /// # Errors
 /// `Busy` if another program holds one of them; if its state cannot be read or written.
-pub fn overwritten(state: &StateDir, path: &Path, begins: bool) -> Result<(), SourceError> {
+pub fn overwritten(state: &StateDir, path: &Path, goes_back: bool) -> Result<(), SourceError> {
     for (place, about) in stored_at(state, path)? {
         let folder = Dir::existing(&place).map_err(SourceError::state("open", &place))?;
-        let is_restored = begins && Bookmarks::read(&folder)?.replicas().next().is_some();
         let is_in_use = ImageStamp::read(&folder)?.is_some_and(|stamp| stamp.is_in_use());
-        if !about.identity.is_block() && !is_in_use && !is_restored {
+        if !about.identity.is_block() && !is_in_use && !goes_back {
             continue;
         }
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path: about.path, holder }),
         };
-        if is_restored {
-            restored(&folder, about)?;
+        if goes_back {
+            restored(&folder, &about)?;
         }
         ImageStamp::overwritten(&folder)?;
         drop(lock);
@@ -51,8 +48,8 @@ pub fn overwritten(state: &StateDir, path: &Path, begins: bool) -> Result<(), So
 }
 
 /// Ends an epoch of a source that knows some, after which it has another content.
-fn restored(folder: &dyn Folder, mut about: SourceMetadata) -> Result<(), SourceError> {
-    lives::leave(folder, &mut about)?;
+fn restored(folder: &dyn Folder, about: &SourceMetadata) -> Result<(), SourceError> {
+    lives::leave(folder)?;
     let mut history = History::hold(folder)?;
     let Some(last) = history.last() else { return Ok(()) };
     let size = history.size_at(&last).unwrap_or(about.identity.size);
@@ -63,23 +60,19 @@ fn restored(folder: &dyn Folder, mut about: SourceMetadata) -> Result<(), Source
     history.append(epoch, other, size, about.block_size, &none)
 }
 
-fn is_device(path: &Path) -> bool {
-    device::identity(path).is_ok_and(|found| found.is_block())
-}
-
-/// The sources of a file, or on a device, under whatever name, or on a part of it.
+/// The sources of what is at a path, under whatever name: of the file or device itself, of a part of it, and of a device over it.
 fn stored_at(state: &StateDir, path: &Path) -> Result<Vec<(PathBuf, SourceMetadata)>, SourceError> {
     let mut found = Vec::from_iter(state.source(&path.to_string_lossy())?);
-    if !is_device(path) {
+    if !path.exists() {
         return Ok(found);
     }
-    let here = Storage::of(path);
+    let here = Storage::of_bytes(path);
     for (place, about) in state.survey()?.sources {
         let overlaps = || {
-            let there = Storage::of(&about.path);
-            here.as_ref().zip(there.as_ref()).is_some_and(|(here, there)| here.overlaps(there))
+            let there = Some(&about.path).filter(|there| there.exists());
+            here.as_ref().zip(there.and_then(|there| Storage::of(there))).is_some_and(|(h, t)| h.overlaps(&t))
         };
-        if about.identity.is_block() && found.iter().all(|(known, _)| *known != place) && overlaps() {
+        if found.iter().all(|(known, _)| *known != place) && overlaps() {
             found.push((place, about));
         }
     }

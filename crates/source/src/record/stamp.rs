@@ -42,6 +42,7 @@ use device::{Boot, DiskKind, Folder, Identity, Life, WriteCounts};
 use serde::{Deserialize, Serialize};
 use trackers::TrackedDisk;
 
+use crate::record::lives;
 use crate::{Gap, SourceError};
 
 const NAME: &str = "stamp";
@@ -260,7 +261,12 @@ impl ImageStamp {
         Ok(then.map(|then| why(then).into()))
     }
 
+    /// Puts it in place of the folder's. With the first one of another content the source leaves the way on which its replicas are.
     pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
+        let is_other = |stamp: &ImageStamp| matches!(stamp.lost, Some(Gap::OtherContent(_)));
+        if is_other(self) && !ImageStamp::read(folder)?.as_ref().is_some_and(is_other) {
+            lives::leave(folder)?;
+        }
         crate::record::json::write_json(folder, NAME, self)
     }
 

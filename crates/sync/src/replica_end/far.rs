@@ -161,8 +161,8 @@ pub(crate) fn end_with<T>(sender: Sender, result: Result<T, SyncError>) -> Resul
 /// How a replica of the host whose state directory this is is opened, with its state in a folder if one is given.
 pub fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::ReplicaOptions {
     let here = state.clone();
-    let herald = move |disk: &Path, begins| {
-        source::overwritten(&here, disk, begins).map_err(|error| told(disk, error))
+    let herald = move |disk: &Path, goes_back| {
+        source::overwritten(&here, disk, goes_back).map_err(|error| told(disk, error))
     };
     replica::ReplicaOptions {
         folder: journal_dir.map(Path::to_path_buf),

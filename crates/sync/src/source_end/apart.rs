@@ -11,7 +11,7 @@ use std::path::Path;
 
 use link::Link;
 use replica::Role;
-use source::Handle;
+use source::{Gap, Handle};
 
 use crate::conflict::{Conflict, Diverged, Divergence};
 use crate::error::SyncError;
@@ -50,6 +50,10 @@ pub(crate) fn loss(
         Err(other) => return Err(other),
         // Its numbers fit, and its ids do not.
         Ok(()) if matches!(facts.history, Knowledge::Foreign(_)) => (Loss::Compared, REPLICA),
+        // What it has that this content has not, nothing tells.
+        Ok(()) if saves && matches!(facts.history, Knowledge::Lost(Gap::OtherContent(_))) => {
+            (Loss::Compared, REPLICA)
+        }
         Ok(()) if saves => given_up_before(status),
         Ok(()) => (Loss::Nothing, ""),
     };

@@ -111,6 +111,9 @@ impl Replica {
             false => self.admit_alone()?,
         }
         self.refuse_ahead(&header, seeds)?;
+        if self.lineage().epoch.is_some() && !self.lineage().is_followed_by(&toward) {
+            self.herald_back()?;
+        }
         self.take_over()?;
         self.keep_doubt()?;
         self.hear_term()?;
