@@ -272,11 +272,10 @@ impl Replica {
         self.known.gone = gone;
     }
 
-    /// A commit has come to where it can only be completed.
+    /// A commit has come to where it can only be completed: if something fails from here on, by the next opening.
     pub(crate) fn begin_commit(&mut self) -> Result<()> {
-        self.announce()?;
         self.known.half_done = true;
-        Ok(())
+        self.announce()
     }
 
     /// A commit that could only be completed has been.

@@ -222,6 +222,8 @@ pub(crate) struct Views {
     present: Option<Present>,
     logs: Vec<ViewLog>,
     looked: Option<Instant>,
+    /// There may be readers that were not seen yet.
+    unseen: bool,
 }
 
 impl Views {
@@ -238,10 +240,10 @@ impl Views {
 
     /// The destination will be written to. Returns whether readers are to be looked for.
     pub(crate) fn begin(&mut self) -> io::Result<bool> {
-        match &mut self.present {
-            Some(present) => present.begin(),
-            None => Ok(false),
+        if let Some(present) = &mut self.present {
+            self.unseen |= present.begin()?;
         }
+        Ok(self.unseen)
     }
 
     /// The destination rests.
@@ -272,6 +274,7 @@ impl Views {
                 }
             }
         }
+        self.unseen = false;
         Ok(())
     }
 

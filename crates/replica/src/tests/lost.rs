@@ -12,6 +12,7 @@ use lineage::Point;
 use testing::faulty::{FaultyFolder, Outage, Power};
 use uuid::Uuid;
 
+use super::batches;
 use super::crash::{on, replica_at};
 use super::world::*;
 use crate::journal::{self, WHOLE};
@@ -19,12 +20,14 @@ use crate::past::views::give_way;
 use crate::{CommitMode, Keep, Replica, ReplicaError, ReplicaOptions};
 
 /// How a file of a folder fails.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 enum Fault {
     /// It cannot be opened.
     Opening(i32),
     /// It cannot be read from this byte on.
     Reading(u64),
+    /// Once, the folder cannot be listed, as soon as this says so.
+    Listing(Arc<AtomicBool>),
 }
 
 /// A folder in which the files whose names begin so fail.
@@ -42,6 +45,7 @@ struct Unreadable {
 impl Folder for Failing {
     fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
         match self.fault {
+            Fault::Listing(_) => self.folder.open(name, create),
             _ if !name.starts_with(self.names) => self.folder.open(name, create),
             Fault::Opening(errno) => Err(io::Error::from_raw_os_error(errno)),
             Fault::Reading(from) => Ok(Box::new(Unreadable { file: self.folder.open(name, create)?, from })),
@@ -57,7 +61,10 @@ impl Folder for Failing {
         self.folder.sync()
     }
     fn list(&self) -> io::Result<Vec<String>> {
-        self.folder.list()
+        match &self.fault {
+            Fault::Listing(fails) if fails.swap(false, SeqCst) => Err(io::Error::from_raw_os_error(24)),
+            _ => self.folder.list(),
+        }
     }
     fn path(&self) -> &Path {
         self.folder.path()
@@ -118,6 +125,49 @@ fn a_log_that_cannot_be_opened_costs_its_reader_and_no_commit() {
         let mut bytes = vec![0; reader.len() as usize];
         assert!(reader.read_at(0, &mut bytes).is_err(), "error {errno}: another moment is read");
     }
+}
+
+/// A batch that was confirmed is in the destination in the end, though a reader that came just before it could not be looked for. That is not
+/// overlooked either.
+#[test]
+fn a_confirmed_batch_outlives_a_look_for_readers_that_fails() {
+    let source = batches::source();
+    let world = shown(&source);
+    let fails = Arc::<AtomicBool>::default();
+    let mut replica = open(&world, "", Fault::Listing(fails.clone()), false).unwrap();
+    let nonce = replica.status().nonce;
+    let (mut log, mut committing) = replica.batches().unwrap();
+    let first = batches::send_one(&source, &mut log, &mut committing, 1, nonce).unwrap();
+    committing.apply().unwrap();
+    let reader = world.reader(None).unwrap().expect("it rests");
+    fails.store(true, SeqCst);
+    let second = batches::send_one(&source, &mut log, &mut committing, 2, first).unwrap();
+    committing.apply().unwrap_err();
+    // As the receiving end of a mirror does it, whatever has failed.
+    committing.finish().unwrap_err();
+    drop(replica);
+    let replica = world.open(&on()).unwrap();
+    assert_eq!(replica.status().nonce, second);
+    assert!(world.holds(&source.images[2]), "the batch is not there");
+    let mut bytes = vec![0; reader.len() as usize];
+    reader.read_at(0, &mut bytes).unwrap();
+    assert!(bytes == source.images[1], "the reader sees another moment");
+}
+
+/// A reader that could not be looked for is looked for again.
+#[test]
+fn a_reader_is_not_overlooked_because_a_look_has_failed() {
+    let source = Source::new(3, &[40, 40]);
+    let world = shown(&source);
+    let fails = Arc::<AtomicBool>::default();
+    let mut replica = open(&world, "", Fault::Listing(fails.clone()), false).unwrap();
+    let reader = world.reader(None).unwrap().expect("it rests");
+    fails.store(true, SeqCst);
+    replica.announce().unwrap_err();
+    merge(&mut replica, &source.tracked(0, 1), CommitMode::Journal).unwrap();
+    let mut bytes = vec![0; reader.len() as usize];
+    reader.read_at(0, &mut bytes).unwrap();
+    assert!(bytes == source.images[0], "the reader sees another moment");
 }
 
 /// What a reader holds is free once it has let go of it, and not before.
