@@ -32,6 +32,8 @@ pub(crate) struct Holes {
     disk: Arc<dyn Disk>,
     /// Up to where the destination keeps what the delta does not name.
     known: u64,
+    /// Nothing between the records is filled.
+    scattered: bool,
     /// From where the next run of data was looked for, and where it is.
     looked: u64,
     data: Range<u64>,
@@ -41,7 +43,7 @@ pub(crate) struct Holes {
 
 impl Holes {
     fn new(disk: Arc<dyn Disk>) -> Holes {
-        Holes { disk, known: 0, looked: u64::MAX, data: 0..0, found: Vec::new() }
+        Holes { disk, known: 0, scattered: false, looked: u64::MAX, data: 0..0, found: Vec::new() }
     }
 
     /// Bytes of all holes.
@@ -51,10 +53,11 @@ impl Holes {
 
     /// Looks at what records will write.
     pub(crate) fn records(&mut self, records: &[Record]) -> io::Result<()> {
-        for range in apply::written(records, self.known) {
-            self.range(range)?;
+        if self.scattered {
+            let data = records.iter().filter(|record| matches!(record, Record::Data { .. }));
+            return data.map(|record| record.offset()..record.end()).try_for_each(|range| self.range(range));
         }
-        Ok(())
+        apply::written(records, self.known).try_for_each(|range| self.range(range))
     }
 
     fn range(&mut self, range: Range<u64>) -> io::Result<()> {
@@ -143,6 +146,7 @@ impl Replica {
         last: Option<&LastWrites>,
     ) -> Result<Option<Holes>> {
         let Some(mut holes) = self.holes(0)? else { return Ok(None) };
+        holes.scattered = last.is_some();
         let failed = io_error("look for holes in", self.path());
         let mut written = WrittenLast { target: &mut holes, last, delta };
         journal::replay(self.state(), name, contents, &mut written, &mut self.positions(), failed)?;

@@ -66,12 +66,17 @@ impl Replica {
         if !self.destination().is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;
         }
-        let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
+        let last = LastWrites::of(self.state(), WHOLE, deltas)?;
+        // What a later delta has trimmed between two blocks of an earlier one has no room any more.
+        let applier = match last {
+            Some(_) => Applier::scattered(disk.clone()),
+            None => Applier::new(disk.clone(), 0, false),
+        };
+        let mut applier = applier.map_err(failed("open"))?;
         applier.keep(keeping);
         let mut positions = self.positions();
         let mut set = self.unsure()?;
         let mut footprint = Footprint::new(self.lineage(), set.clone());
-        let last = LastWrites::of(self.state(), WHOLE, deltas)?;
         for (delta, contents) in deltas.iter().enumerate() {
             let mut written = WrittenLast { target: &mut applier, last: last.as_ref(), delta };
             let mut marking = Marking { target: &mut written, was: set, passing: None };

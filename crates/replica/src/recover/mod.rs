@@ -534,8 +534,9 @@ impl Replica {
         self.redo(&deltas)
     }
 
-    /// The first delta of a journal for which there is no room. If the very first lacks it, the merge will say so. A batch that
-    /// was confirmed had its room, which only a later one of the journal can have trimmed.
+    /// The first delta of a journal for which there is no room. If the very first lacks it, the merge will say so. A batch that was confirmed had
+    /// room for all that it writes. Only a later one of the journal can have trimmed some of that since, and is then the one that counts there; and
+    /// what lies between the blocks that are left of it is not filled. So whatever lacks room was never confirmed.
     fn first_without_room(&mut self, deltas: &[Contents]) -> Result<Option<usize>> {
         let last = LastWrites::of(self.state(), WHOLE, deltas)?;
         for (number, contents) in deltas.iter().enumerate() {
