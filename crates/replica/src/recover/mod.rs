@@ -510,6 +510,8 @@ impl Replica {
         }
         let failed = |what| io_error(what, self.folder());
         let file = self.state().open(ARRIVING, false).map_err(failed("open"))?;
+        // What followed was never confirmed, and nothing of what it replaces is kept.
+        file.set_len(contents.bytes).map_err(failed("cut"))?;
         journal::seal(&*file, self.state()).map_err(failed("sync"))?;
         self.redo(&[contents])
     }

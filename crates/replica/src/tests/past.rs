@@ -1,5 +1,6 @@
 //! The past: every moment that is offered is what its source was then, whatever crashes when.
 
+use delta::Units;
 use testing::faulty::{FaultyFolder, Outage, Power};
 use testing::{Random, Sample, soak};
 
@@ -250,6 +251,52 @@ fn cut_rewinds(kind: Kind) {
             let moment = moments.iter().find(|moment| moment.epoch == source.epochs[to]).unwrap();
             replica.rewind(moment.state).map(drop)
         });
+    }
+}
+
+/// Of batches that had arrived whole when the process was killed, and none of which was confirmed, only the first is merged: whatever fails then,
+/// every moment is kept.
+#[test]
+fn batches_that_were_not_confirmed_cost_no_past() {
+    let source = batches::source();
+    let world = World::new(Kind::File);
+    let mut replica = world.open_keeping(&on(), &last(100)).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
+    let mut nonce = replica.status().nonce;
+    let (mut log, mut committing) = replica.batches().unwrap();
+    for to in 1..=EPOCH {
+        nonce = batches::send_one(&source, &mut log, &mut committing, to, nonce).unwrap();
+        committing.apply().unwrap();
+    }
+    log = committing.settle().unwrap();
+    for to in EPOCH + 1..=EPOCH + 3 {
+        let header = batches::header(&source, to, nonce);
+        nonce = header.stream;
+        let bytes = source.encode(&header, to, &source.changed(to - 1, to));
+        let mut units = Units::new(&bytes[..]);
+        while let Some(unit) = units.next().unwrap() {
+            log.unit(&unit).unwrap();
+        }
+    }
+    log.end().unwrap();
+    drop((log, committing));
+    drop(replica);
+    for step in 1.. {
+        let (world, power) = (world.fork(), Power::new(Outage::Kill));
+        power.fail_at(step, 1, 5);
+        let mut told = Vec::new();
+        let opened = world.open(&power).map(|mut replica| told.append(&mut replica.take_warnings()));
+        let over = power.steps() < step;
+        let mut replica = world.open(&on()).unwrap();
+        told.append(&mut replica.take_warnings());
+        let found = epochs(&source, &replica.history().unwrap().moments);
+        let kept = found.contains(&0) && found.contains(&EPOCH);
+        let is_told = told.iter().any(|warning| warning.contains("is given up"));
+        assert!(kept || is_told, "step {step}, {opened:?}: {found:?}, {told:?}");
+        assert!(kept || !over, "nothing failed");
+        if over {
+            break;
+        }
     }
 }
 
