@@ -235,9 +235,10 @@ impl ReplicaError {
 /// What became of the destination when space or a disk failed.
 pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command completes the commit";
 /// What helps where a journal finds no room.
-const ELSEWHERE: &str = ". Of a disk that is in no group, --journal-dir puts the journal elsewhere, and \"dsync sync --commit in-place\" does without one";
+const ELSEWHERE: &str = ". Of a disk that is in no group, --journal-dir puts the journal elsewhere. \"dsync sync --commit in-place\" needs none; but if the \
+                         replica is sparse, and its file system fills up, it is incomplete until a sync finds room to complete it";
 pub(crate) const INTERRUPTED: &str =
-    "the replica is unchanged or marked as incomplete, and the next sync continues";
+    "the replica is unchanged, or incomplete until the next sync completes it (\"dsync status\" says which)";
 
 fn way_out(error: &io::Error) -> &'static str {
     match error.kind() {

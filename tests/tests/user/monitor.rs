@@ -105,6 +105,28 @@ fn a_replica_that_is_out_of_date_is_reported() {
     assert_eq!(problems(&scene.site, &["--max-age", "1s"]), none());
 }
 
+/// The disk of a replica is exchanged for an older copy of it, as when another one is mounted in its place.
+#[test]
+fn an_older_replica_in_the_place_of_the_newest_is_told() {
+    let mut scene = Scene::synced("an older replica in its place", 8 * MIB);
+    let [place, newest, older] = ["place", "newest", "older"].map(|name| scene.site.path(name));
+    let put = |from: &Path, to: &Path| std::fs::rename(from, to).expect("its name");
+    scene.replica = place.join("vm.raw");
+    std::fs::create_dir(&place).expect("a folder");
+    scene.sync(&[]).ok();
+    put(&place, &older);
+    scene.change(3);
+    std::fs::create_dir(&place).expect("a folder");
+    scene.sync(&["--create"]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+    put(&place, &newest);
+    put(&older, &place);
+    assert_eq!(problems(&scene.site, &[]), ["older"]);
+    scene.sync(&[]).ok();
+    image::assert_equal(&scene.image, &scene.replica);
+    assert_eq!(problems(&scene.site, &[]), none());
+}
+
 #[test]
 fn attempts_that_fail_and_a_replica_that_differs_are_reported() {
     let mut scene = Scene::synced_in_memory("failing and differing", 8 * MIB);

@@ -197,7 +197,7 @@ pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec
             let worst = of_replica(source, replica, args.max_age, follows.filter(|id| *id != source.uuid));
             // These two say it themselves.
             let says = worst.as_ref().is_some_and(|worst| ["taken-over", "stale"].contains(&worst.problem));
-            problems.extend(worst);
+            problems.extend(worst.or_else(|| of_older(source, replica, &found.replicas)));
             problems.extend(of_failing(source, replica).filter(|_| !says));
         }
         // One on this host is judged by its own state.
@@ -333,6 +333,22 @@ fn of_replica(
         replica: Some(name.clone()),
         ..Problem::of(word, message)
     })
+}
+
+/// A replica on this host that is older than its source has made it.
+fn of_older(source: &SourceStatus, replica: &Lacking, local: &[KnownReplica]) -> Option<Problem> {
+    let known = local.iter().find(|known| known.path == Path::new(&replica.replica))?;
+    let lineage = known.lineage.as_ref().filter(|lineage| lineage.source == Some(source.uuid))?;
+    let at = lineage.epoch.filter(|epoch| epoch.number < replica.epoch && !known.past.rewound)?;
+    let message = format!(
+        "replica is older than it was: {0} is at epoch {1}, and a sync of {2} has brought it to epoch {3}: another disk, or an older copy, is in its          place; \"findmnt -T {0}\" says which file system it is on. The next sync brings it up to date",
+        replica.replica,
+        at.number,
+        source.path.display(),
+        replica.epoch
+    );
+    let (source, replica) = (Some(source.path.clone()), Some(replica.replica.clone()));
+    Some(Problem { source, replica, ..Problem::of("older", message) })
 }
 
 /// True if a replica is further behind than it may be. Times are those of whole seconds.

@@ -161,8 +161,8 @@ pub fn unpromoted(path: &Path, state: &dyn Site) -> Option<String> {
     let (source, epoch) = (lineage.source?, lineage.epoch?);
     lineage.role.promoted.is_none().then(|| {
         format!(
-            "{} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To take over \
-             from its source, run \"{}\" instead",
+            "{} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To bring it up to date, \
+             exchange SRC and DST. To take over from its source, run \"{}\" instead",
             path.display(),
             epoch.number,
             promotion(path, &lineage)
