@@ -498,7 +498,7 @@ pub(crate) enum Command {
         destination = backup:/srv/vm.raw\n  \
         bwlimit = 20M\n  \
         compress = yes\n\n\
-        The command is serve, sync, mirror, verify, receive or send. Keys are its long options without the \
+        The command is serve, sync, mirror, verify, rehearse, receive or send. Keys are its long options without the \
         dashes; source and destination are its arguments. \"yes\" sets an option that needs no value, \"no\" \
         leaves it out. A key whose option may be repeated may be, too; for serve, each source is an image. A \
         line that begins with # is a comment.")]

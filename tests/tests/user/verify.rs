@@ -374,7 +374,12 @@ fn what_is_no_replica_is_not_verified() {
     let mut scene = Scene::new("no replica", 8 * MIB);
     verify(&scene, &[]).code(4).says(&["vm.raw"]);
     image::random(&scene.replica, 8 * MIB, &mut scene.random);
-    verify(&scene, &[]).code(4).says(&["vm.raw", "--adopt"]);
+    // Who may have mistyped a name is not offered to overwrite what is there.
+    let refused = verify(&scene, &[]).code(4);
+    assert!(!refused.stderr.contains("--adopt"), "{refused}");
+    refused.says(&["vm.raw", "there is nothing to verify"]);
+    let swapped = scene.site.dsync(["verify"]).args([&scene.replica, &scene.image]).code(4);
+    assert!(!swapped.stderr.contains("--adopt"), "{swapped}");
     std::fs::remove_file(&scene.replica).expect("a file");
     // One that is incomplete.
     let mut process = scene.sync(&["--bwlimit", "20K"]).start();

@@ -311,6 +311,12 @@ pub(crate) fn say(summary: &Summary, output: &Output) {
         ));
     }
     if summary.dry_run {
+        // Which blocks these are only the destination knows.
+        let besides = match summary.given_up.as_ref().map(|given_up| given_up.bytes) {
+            None | Some(Some(0)) => String::new(),
+            Some(None) => ", and the blocks that it gives up".into(),
+            Some(Some(bytes)) => format!(", and the blocks that it gives up, {} at most", units::size(bytes)),
+        };
         output.say(&match summary.method {
             delta::Method::Compare | delta::Method::Rolling => format!(
                 "would compare all of {} with {} ({}): at most {} read on each side, and sent",
@@ -320,12 +326,12 @@ pub(crate) fn say(summary: &Summary, output: &Output) {
                 units::size(summary.bytes_sent)
             ),
             _ if summary.bytes_sent < summary.bytes_changed => format!(
-                "would send {found} {of} to {} ({}): {} of data, the rest as holes",
+                "would send {found} {of} to {} ({}): {} of data, the rest as holes{besides}",
                 summary.destination,
                 summary.trust,
                 units::size(summary.bytes_sent)
             ),
-            _ => format!("would send {found} {of} to {} ({})", summary.destination, summary.trust),
+            _ => format!("would send {found} {of} to {} ({}){besides}", summary.destination, summary.trust),
         });
         return;
     }

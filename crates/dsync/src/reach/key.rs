@@ -66,12 +66,18 @@ pub(crate) fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<(
             output.summary(&shown);
         }
         Some(KeyAction::Trust { name, key, expires, roles }) => {
-            let pinned = keys.pins()?.into_iter().find(|pin| pin.name == *name && key.is_empty());
+            let known = keys.pins()?.into_iter().find(|pin| pin.name == *name);
+            let was = known.as_ref().map(|pin| pin.roles).filter(|was| !roles.has(*was));
+            let pinned = known.filter(|_| key.is_empty());
             let expires = &expires.or_else(|| pinned.as_ref()?.expires);
             let key: Key = pinned.map_or_else(|| key.join(" ").parse(), |pin| Ok(pin.key))?;
             keys.trust(name, key, *expires, *roles)?;
             let until = expires.map_or(String::new(), |at| format!(" until {}", units::date(at)));
-            output.say(&format!("{name} is trusted with the key {}{until}, for {roles}", key.fingerprint()));
+            let was = was.map_or(String::new(), |was| format!(" alone (until now for {was})"));
+            output.say(&format!(
+                "{name} is trusted with the key {}{until}, for {roles}{was}",
+                key.fingerprint()
+            ));
             let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
             if expires.is_some_and(|at| at <= now) {
                 output.warn("this time has passed: the key is refused");

@@ -82,13 +82,13 @@ pub fn open_replica(
     state: &dyn Site,
 ) -> Result<Replica, SyncError> {
     state.open(path, options).map_err(|error| match error {
-        ReplicaError::NotAReplica(path) => not_a_replica(path, state),
+        ReplicaError::NotAReplica(path) => not_a_replica(path, options.doubt, state),
         other => other.into(),
     })
 }
 
-/// What is at a path that is not that of a replica with its state where it is looked for.
-fn not_a_replica(path: PathBuf, state: &dyn Site) -> SyncError {
+/// What is at a path that is not that of a replica with its state where it is looked for. Who only looks is not offered to overwrite it.
+fn not_a_replica(path: PathBuf, looks: bool, state: &dyn Site) -> SyncError {
     let shown = path.display();
     if let Some(Ok(Some(folder))) = state.known().map(|known| known.folder_of(&path)) {
         return SyncError::Refused(format!(
@@ -97,6 +97,11 @@ fn not_a_replica(path: PathBuf, state: &dyn Site) -> SyncError {
         ));
     }
     match state.source(&path.to_string_lossy()) {
+        source if looks => SyncError::Refused(format!(
+            "{shown} is not a dsync replica{}, so there is nothing to verify: give the source first, and its replica second, as \"dsync status\" \
+             shows both",
+            if matches!(source, Ok(Some(_))) { " but a source itself" } else { "" }
+        )),
         Ok(Some((_, about))) => SyncError::Refused(format!(
             "{shown} is not a dsync replica but a source itself (term {}), and what was written to it since its last sync is \
              nowhere else. If a replica is to take over from it, run \"dsync promote\" on that. To restore it from a copy, run \
