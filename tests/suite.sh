@@ -17,16 +17,20 @@ built=$(date +%s)
 # What a user does mostly waits, for a disk, a link or a guest; what the crates say of themselves mostly computes: the one beside the other.
 export DSYNC_BIN="$target/debug/dsync"
 named=$(ls crates/*/tests/*.rs crates/*/tests/*/main.rs | sed -E 's:/main\.rs$::; s:.*/::; s:\.rs$::; s:^:--test :' | sort -u)
+# What is left of their temporary files when they are killed is removed by the next run, as all that has such a name.
+temporary=${TMPDIR:-/tmp}/dsync-test-$(stat -Lc %i /proc/self/ns/pid)_$$-
+mkdir -p "$temporary"
+# Each test has its own limit; this one is for what hangs without being a test.
 # shellcheck disable=SC2016,SC2086
-RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(nproc)} setsid sh -c '
+TMPDIR=$temporary RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(nproc)} setsid timeout 7200 sh -c '
     "$0" test --no-fail-fast --workspace --lib --bins "$@"; code=$?
     "$0" test --no-fail-fast --workspace --doc || code=$?
     exit $code' "$cargo" $named >"$target/test-log-crates" 2>&1 &
 crates=$!
-trap 'kill -- -$crates 2>/dev/null' EXIT
+trap 'kill -- -$crates 2>/dev/null; rm -rf "$temporary"' EXIT
 trap 'exit 1' HUP INT TERM
 export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$(($(nproc) + 1))}"
-{ "$cargo" test --no-fail-fast --workspace --test user 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
+{ timeout 7200 "$cargo" test --no-fail-fast --workspace --test user 2>&1; echo $? >"$target/test-code"; } | tee "$target/test-log"
 wait $crates
 code=$?
 cat "$target/test-log-crates"

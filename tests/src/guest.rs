@@ -84,7 +84,7 @@ pub fn possible(what: &str) -> bool {
 /// The same for a guest with the kernel named.
 pub fn possible_with(kernel: Kernel, what: &str) -> bool {
     if !cfg!(target_arch = "x86_64") {
-        crate::skipped(what, "guests share this machine's programs and are x86_64");
+        crate::beyond(what, "guests share this machine's programs and are x86_64");
         return false;
     }
     if !crate::need(&["qemu-system-x86_64"], what) {

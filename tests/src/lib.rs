@@ -34,8 +34,8 @@ pub use run::{Background, Output, Run};
 pub use scene::Scene;
 pub use site::{Server, Site};
 pub use testing::{
-    Random, find, got, left_out, need, need_root, on_disk, profile_dir, rounds, say, search_path, skipped,
-    soak,
+    Random, beyond, find, got, left_out, need, need_root, on_disk, profile_dir, rounds, say, search_path,
+    skipped, soak,
 };
 
 use std::path::Path;

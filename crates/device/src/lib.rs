@@ -52,7 +52,9 @@ pub use export::{ExportUri, NbdServer, absolute, is_export, is_there};
 pub use folder::lock::FolderLock;
 pub use folder::new_file::NewFile;
 pub use folder::reserve::Reserve;
-pub use folder::{Dir, Folder, Mapping, StateFile, give, open_within, replace, replace_with, reserve, reserved};
+pub use folder::{
+    Dir, Folder, Mapping, StateFile, give, open_within, replace, replace_with, reserve, reserved,
+};
 pub use human::{exact_size, human_size, human_time};
 pub use identity::{DiskKind, Identity, identity, identity_of};
 pub use local_socket::listen_at;

@@ -382,8 +382,7 @@ impl Replica {
 
     /// True of a file, and of a device whose count of writes has gone on since the lineage was stored.
     fn is_counted_since_stored(&self, now: &Stamp) -> bool {
-        !self.destination().is_device()
-            || self.lineage().stamp.as_ref().and_then(attached) == attached(now)
+        !self.destination().is_device() || self.lineage().stamp.as_ref().and_then(attached) == attached(now)
     }
 
     /// True if the state may be older than what a device holds: it is a copy, and nothing has counted what was written since it was stored.

@@ -73,8 +73,10 @@ pub(crate) fn remove(place: &Path) {
         processes();
         mounts();
         loops();
-        let memory = Path::new("/dev/shm");
-        for place in [place, Path::new(BPFFS), memory, &std::env::temp_dir()] {
+        // A run of the suite may have a temporary folder of its own.
+        for place in
+            [place, Path::new(BPFFS), Path::new("/dev/shm"), Path::new("/tmp"), &std::env::temp_dir()]
+        {
             folders(place);
         }
     });

@@ -25,7 +25,8 @@ mod stopwatch;
 
 pub use contract::contract;
 pub use needs::{
-    find, got, guests_in_full, left_out, need, need_root, rounds, run, say, search_path, skipped, soak,
+    beyond, find, got, guests_in_full, left_out, need, need_root, rounds, run, say, search_path, skipped,
+    soak,
 };
 pub use random::{Random, Sample, number, seed};
 pub use scratch::{Loop, Mount, in_memory, on_disk, profile_dir, temporary};

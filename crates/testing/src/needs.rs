@@ -26,14 +26,21 @@ pub fn say(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
-/// Says that something was not tested, and why.
+/// Says that something was not tested, and why; a failure under `DSYNC_STRICT=1`.
 pub fn skipped(what: &str, why: &str) {
+    let strict = std::env::var_os("DSYNC_STRICT").is_some_and(|v| v == "1");
+    assert!(!strict, "{why}, and DSYNC_STRICT=1 allows no skipping: {what}");
+    beyond(what, why);
+}
+
+/// Says that something was not tested that this kernel, this architecture or this moment does not allow, whatever is installed.
+pub fn beyond(what: &str, why: &str) {
     say(&format!("SKIPPED: {why}; not tested: {what}"));
 }
 
 /// Says that something is left out of `make test` because it takes long, and which command runs it.
 pub fn left_out(what: &str, command: &str) {
-    skipped(what, &format!("it takes long, run \"{command}\""));
+    beyond(what, &format!("it takes long, run \"{command}\""));
 }
 
 /// True if all tools are here. Else says which one is missing and what goes untested: the test returns at once.
@@ -50,13 +57,11 @@ pub fn need(tools: &[&str], what: &str) -> bool {
 /// True if there is what is needed. Else says why not, and what goes untested; a failure under `DSYNC_STRICT=1`.
 pub fn got<T, E: std::fmt::Display>(thing: Result<T, E>, what: &str) -> bool {
     let Err(why) = thing else { return true };
-    let strict = std::env::var_os("DSYNC_STRICT").is_some_and(|v| v == "1");
-    assert!(!strict, "{why}, and DSYNC_STRICT=1 allows no skipping: {what}");
     skipped(what, &why.to_string());
     false
 }
 
-/// True for root. Else says what goes untested.
+/// True for root. Else says what goes untested; a failure under `DSYNC_STRICT=1`.
 pub fn need_root(what: &str) -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {

@@ -6,7 +6,7 @@ use std::path::Path;
 use dsync_tests::image;
 use dsync_tests::mount::Mount;
 use dsync_tests::site::binary;
-use dsync_tests::{Random, Run, Site, need, need_root, skipped};
+use dsync_tests::{Random, Run, Site, beyond, need, need_root, skipped};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -94,7 +94,7 @@ fn the_disk_of_the_root_file_system_is_among_the_block_devices() {
     let what = "dsync discover of block devices";
     let root = Run::new("findmnt").args(["-n", "-o", "SOURCE", "/"]).output().text();
     if !need_root(what) || !root.starts_with("/dev/") {
-        return skipped(what, "the root file system is on no block device");
+        return beyond(what, "the root file system is on no block device");
     }
     let site = Site::new();
     let disks = site.dsync(["discover", "--json"]).ok().json();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::site::binary;
-use dsync_tests::{Random, Run, Site, need, need_root, skipped};
+use dsync_tests::{Random, Run, Site, beyond, need, need_root};
 use rustix::process::{Resource, Rlimit, prlimit};
 
 const MIB: u64 = 1 << 20;
@@ -74,10 +74,10 @@ fn a_file_that_may_not_grow_is_an_error_and_no_sudden_death() {
     let site = Site::new();
     let image = site.path("vm.raw");
     image::random(&image, 8 * MIB, &mut Random::seeded(1));
-    let output = Run::new("prlimit")
+    let output = site
+        .run(Path::new("prlimit"))
         .arg("--fsize=2097152")
         .arg(binary())
-        .env("DSYNC_STATE_DIR", site.state())
         .args(["sync".as_ref(), image.as_os_str(), site.path("copy.raw").as_os_str()])
         .code(1);
     assert!(output.stderr.contains("File too large") && output.stderr.contains("ulimit -f"), "{output}");
@@ -99,10 +99,9 @@ fn too_little_memory_is_an_error_and_no_abort() {
     };
     write(1);
     let run = |mib: u64, args: &[&str]| {
-        Run::new("prlimit")
+        site.run(Path::new("prlimit"))
             .arg(format!("--as={}", mib << 20))
             .arg(binary())
-            .env("DSYNC_STATE_DIR", site.state())
             .args(args)
             .arg(&image)
             .arg(&copy)
@@ -166,7 +165,7 @@ fn too_few_threads_are_an_error_and_no_wait() {
     std::fs::create_dir(&folder).expect("a folder");
     Run::new("chown").args(["-R", USER]).arg(site.path("")).ok();
     let as_user = |threads: u32, args: &[&std::path::Path]| {
-        Run::new("setpriv")
+        site.run(Path::new("setpriv"))
             .args(["--reuid", USER, "--regid", USER, "--clear-groups", "prlimit"])
             .arg(format!("--nproc={threads}"))
             .arg(binary())
@@ -174,7 +173,7 @@ fn too_few_threads_are_an_error_and_no_wait() {
             .args(args)
     };
     if !as_user(100, &["--version".as_ref()]).output().status.success() {
-        return skipped(what, "the program cannot be reached by another user");
+        return beyond(what, "the program cannot be reached by another user");
     }
     let copy = folder.join("copy.raw");
     let sync = |threads| as_user(threads, &["sync".as_ref(), &image, &copy]).limit(Duration::from_secs(60));

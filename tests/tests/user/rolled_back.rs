@@ -548,7 +548,9 @@ fn what_dsync_sets_back_overwrites_no_newer_replica() {
         let before = image::fingerprint(&newer).0;
         sync(from, &newer, &[]).code(4).says(&[words]);
         assert_eq!(before, image::fingerprint(&newer).0, "{way}");
-        sync(from, &newer, &["--save-there", "lost.delta", "--accept-source"]).code(4).says(&["cannot be saved"]);
+        sync(from, &newer, &["--save-there", "lost.delta", "--accept-source"])
+            .code(4)
+            .says(&["cannot be saved"]);
         assert_eq!(before, image::fingerprint(&newer).0, "{way}");
         sync(from, &newer, &["--accept-source"]).ok();
         image::assert_equal(from, &newer);

@@ -11,7 +11,7 @@ use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::Loop;
 use dsync_tests::scene::number;
-use dsync_tests::{Random, Run, Scene, Site, got, need, need_root, rounds, skipped};
+use dsync_tests::{Random, Run, Scene, Site, beyond, got, need, need_root, rounds, skipped};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -598,7 +598,7 @@ fn a_disk_is_known_under_another_name_and_no_other_disk_under_its_own() {
     drop(first);
     // As after a start of the machine: the other disk has the first one's name.
     if !Run::new("losetup").arg(&name).arg(&other).output().status.success() {
-        return skipped(what, "another program has taken the loop device");
+        return beyond(what, "another program has taken the loop device");
     }
     let refused = site.sync(&name, &replica, &[]).output();
     let second = Loop::new(&one).expect("a loop device");

@@ -298,7 +298,9 @@ impl Replica {
         let lineage = self.lineage();
         match () {
             // It may be the only copy of what was written since the epoch.
-            () if (self.rewinds() || !lineage.is_followed_by(toward)) && lineage.is_ahead() => UndoKind::Ahead,
+            () if (self.rewinds() || !lineage.is_followed_by(toward)) && lineage.is_ahead() => {
+                UndoKind::Ahead
+            }
             () if lineage.state == State::Incomplete || !lineage.unsure.is_nothing() => UndoKind::Via,
             () => UndoKind::Epoch,
         }

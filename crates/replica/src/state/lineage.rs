@@ -261,8 +261,11 @@ fn damaged(path: &Path, why: String) -> ReplicaError {
     ReplicaError::Damaged { path: path.to_path_buf(), why, way_out: COMPARE_ANEW.into() }
 }
 
+/// A file, and what is in it.
+type Read = (Box<dyn StateFile>, Vec<u8>);
+
 /// The file of a folder's lineage, and what is in it.
-fn read(folder: &dyn Folder) -> Result<Option<(Box<dyn StateFile>, Vec<u8>)>> {
+fn read(folder: &dyn Folder) -> Result<Option<Read>> {
     let path = folder.path().join(NAME);
     let file = match folder.open(NAME, false) {
         Ok(file) => file,
@@ -328,7 +331,8 @@ impl Lineage {
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(NAME);
         let stored = |file: &dyn StateFile| {
-            serde_json::to_vec_pretty(&Stored { lineage: self, born: file.born_ns() }).map_err(io::Error::from)
+            serde_json::to_vec_pretty(&Stored { lineage: self, born: file.born_ns() })
+                .map_err(io::Error::from)
         };
         device::replace_with(folder, NAME, stored).map_err(io_error("write", &path))
     }

@@ -509,7 +509,7 @@ fn a_disk_that_was_smaller_for_a_while_is_not_what_it_was() {
         assert!(smaller());
     } else {
         let what = "a disk that is made smaller and larger with nothing read between";
-        testing::skipped(what, "this kernel shows no program its functions");
+        testing::beyond(what, "this kernel shows no program its functions");
     }
     remove(&disk.device).unwrap();
 }
@@ -731,7 +731,7 @@ fn the_object_is_built_from_the_source() {
     };
     let version = String::from_utf8_lossy(&version.stdout).lines().next().unwrap_or_default().to_owned();
     if !version.contains(" 14.0.6") {
-        return testing::skipped(
+        return testing::beyond(
             "bpf/track.bpf.o",
             &format!("it was built by clang 14.0.6, here is {version}"),
         );
