@@ -16,7 +16,15 @@ pub struct Far {
 impl Far {
     /// A far side behind the remote shell of the tests (`env!("CARGO_BIN_EXE_rsh")`).
     pub fn new(rsh: &'static str) -> Far {
-        let site = Site::new();
+        Far::at(Site::new(), rsh)
+    }
+
+    /// One whose files are in memory.
+    pub fn in_memory(rsh: &'static str) -> Far {
+        Far::at(Site::in_memory(), rsh)
+    }
+
+    fn at(site: Site, rsh: &'static str) -> Far {
         let log = site.path("log");
         Far { site, rsh, log }
     }

@@ -440,11 +440,12 @@ impl Source {
     fn begin_tending(
         disk: &TrackedDisk,
         backing: &Arc<dyn Backing>,
+        opened: Option<Identity>,
         every: Duration,
     ) -> std::io::Result<(Arc<AtomicBool>, JoinHandle<()>)> {
         let stop = Arc::new(AtomicBool::new(false));
         let (disk, backing, stopped) = (disk.clone(), backing.clone(), stop.clone());
-        let tending = move || tend(&disk, &*backing, &stopped, every);
+        let tending = move || tend(&disk, &*backing, opened.as_ref(), &stopped, every);
         Ok((stop, std::thread::Builder::new().name("tend".into()).spawn(tending)?))
     }
 
@@ -629,7 +630,8 @@ impl Source {
         let backing: Arc<dyn Backing> = backing.into();
         let watched = backing.clone();
         disk.watch(move || watched.identity().ok().as_ref().and_then(changed));
-        let tending = Self::begin_tending(&disk, &backing, options.sweep_every)
+        let resized = Some(identity).filter(|_| about.format.is_raw() && !options.read_only);
+        let tending = Self::begin_tending(&disk, &backing, resized, options.sweep_every)
             .map_err(SourceError::state("start a thread for", folder.path()))?;
         Ok(Source {
             about,
@@ -1079,11 +1081,19 @@ impl Source {
         let doubted = self.lost().filter(|_| !epochs.spared);
         let (boot, wrote) = (self.backing.boot(), self.disk.last_write());
         let other = || epochs.stamp.other(&identity, &boot, wrote).unwrap_or(REPLACED.into());
+        // One that was made smaller while it was open is asked about at the next opening.
+        let opened = self.disk.len();
+        let shrank = !identity.is_block() && self.about.format.is_raw() && opened > identity.size;
+        let larger = epochs.stamp.larger.or(Some(opened).filter(|_| shrank && !replaced));
         let unrecorded = self.outside().as_ref().and_then(Outside::unrecorded);
-        let lost = if replaced { Some(other()) } else { doubted.or(unrecorded) };
+        let lost = match (replaced, shrank) {
+            (true, _) => Some(other()),
+            // More than that is not known of who changed it.
+            (_, true) => Some(SHRANK.into()),
+            _ => doubted.or(unrecorded),
+        };
         let epoch = epochs.history.last().map_or(0, |e| e.number);
         let boot = boot.id.clone();
-        let larger = epochs.stamp.larger;
         let written = self.backing.written();
         // Of a disk that was resized meanwhile it has other blocks when it is opened.
         let marked =
@@ -1254,8 +1264,20 @@ fn settled(backing: &dyn Backing) -> Result<Identity, SourceError> {
     backing.identity()
 }
 
-fn tend(disk: &TrackedDisk, backing: &dyn Backing, stop: &AtomicBool, every: Duration) {
-    let (mut last, mut wrote, mut swept) = (0, Instant::now(), Instant::now());
+/// The loss where a disk was made smaller beneath its server.
+const SHRANK: &str = "the image was made smaller while it was served";
+/// How often it is looked whether a disk was resized.
+const LOOK_AT_SIZE: Duration = Duration::from_millis(500);
+
+/// Tends a disk until it is stopped; one that was `opened` for writing may be resized beneath its server.
+fn tend(
+    disk: &TrackedDisk,
+    backing: &dyn Backing,
+    opened: Option<&Identity>,
+    stop: &AtomicBool,
+    every: Duration,
+) {
+    let (mut last, mut wrote, mut swept, mut sized) = (0, Instant::now(), Instant::now(), Instant::now());
     // Not in the first second, which may be the only one; after a failure not before the next sweep.
     let mut spare = false;
     // One check soon after the last write, as soon as it tells, then one at each sweep. A failure is left to the next checkpoint.
@@ -1269,6 +1291,11 @@ fn tend(disk: &TrackedDisk, backing: &dyn Backing, stop: &AtomicBool, every: Dur
             (wrote, look) = (Instant::now(), true);
         } else if look {
             look = disk.look(|| backing.identity().ok().as_ref().and_then(changed)).is_ok_and(|told| !told);
+        }
+        if let Some(opened) = opened.filter(|_| sized.elapsed() >= LOOK_AT_SIZE) {
+            sized = Instant::now();
+            let now = backing.identity().ok().filter(|now| now.same_object(opened));
+            now.iter().for_each(|now| disk.ends_at(now.size));
         }
         spare = spare && disk.prepare().is_ok();
         if swept.elapsed() >= every && !stop.load(SeqCst) {

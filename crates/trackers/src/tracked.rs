@@ -181,6 +181,8 @@ struct Shared {
     at_rest: AtomicBool,
     /// Returns the image's time of change, as for [`TrackedDisk::look`].
     watch: OnceLock<Watch>,
+    /// Where the disk ends by now, in bytes, if that is before its end when it was opened.
+    end: AtomicU64,
 }
 
 type Watch = Box<dyn Fn() -> Option<u64> + Send + Sync>;
@@ -243,6 +245,7 @@ impl TrackedDisk {
                 looked: Mutex::new(None),
                 at_rest: AtomicBool::new(false),
                 watch: OnceLock::new(),
+                end: AtomicU64::new(u64::MAX),
             }),
         })
     }
@@ -610,6 +613,11 @@ impl TrackedDisk {
         let _ = self.shared.watch.set(Box::new(changed));
     }
 
+    /// The disk ends here by now, in bytes: what is beyond is refused from now on. A write there would make a file longer again.
+    pub fn ends_at(&self, size: u64) {
+        self.shared.end.store(size, SeqCst);
+    }
+
     /// When it was written to last, in nanoseconds since 1970; 0 if it never was.
     pub fn last_write(&self) -> u64 {
         self.shared.served.last()
@@ -783,7 +791,7 @@ impl Shared {
 
     fn check(&self, offset: u64, len: u64) -> io::Result<()> {
         match offset.checked_add(len) {
-            Some(end) if end <= self.disk.len() => Ok(()),
+            Some(end) if end <= self.disk.len().min(self.end.load(SeqCst)) => Ok(()),
             _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "beyond the end of the disk")),
         }
     }

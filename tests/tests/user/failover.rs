@@ -1453,8 +1453,8 @@ fn every_refusal_leads_out() {
     busy.says(&["stop that where its source is", "what it has committed stays", "in use"]);
     mirror.kill();
     server.stop();
-    // The switch was begun, and its last word given.
-    near.towards(&far, &["demote"]).ok();
+    // The switch was begun, and its last word given. The mirror's other end may still be about to end.
+    near.towards(&far, &["demote", "--wait"]).ok();
     refused(
         [&near, &far],
         near.run(&["promote"]),

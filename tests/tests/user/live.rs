@@ -299,7 +299,7 @@ fn who_writes_past_a_frozen_file_system_is_noticed() {
         "--iodepth=32",
         "--norandommap",
         "--time_based",
-        "--runtime=60",
+        "--runtime=600",
         "--output=/dev/null",
     ]);
     let writes = || {
@@ -498,7 +498,10 @@ fn two_mounted_disks_are_cut_at_one_moment() {
     }
     let dir = site.path("replicas");
     std::fs::create_dir(&dir).expect("a folder");
-    let sync = |options: &[&str]| site.dsync(["sync", "--group", "db", "--json"]).arg(&dir).args(options);
+    // However slow the disk is.
+    let sync = |options: &[&str]| {
+        site.dsync(["sync", "--group", "db", "--json", "--freeze-limit", "300"]).arg(&dir).args(options)
+    };
     let files = [&tracked.place, &second].map(|place| {
         let file = std::fs::File::create(place.join("number")).expect("a file");
         put(&file, 0);

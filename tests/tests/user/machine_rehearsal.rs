@@ -95,12 +95,12 @@ fn a_vm_runs_from_its_replicas_while_they_are_synced_and_nothing_stays() {
     let mut waiting = sites.rehearse("vm:t1", &["--wait"]).start();
     until("it waits", || waiting.stderr_so_far().contains("runs already"));
     waiting.signal(Signal::INT);
-    assert!(!waiting.output(Duration::from_secs(20)).status.success());
+    assert!(!waiting.output(Duration::from_secs(120)).status.success());
     sites.near.virsh(["suspend", VM]).ok();
     sites.sync();
     sites.writes();
     running.signal(Signal::INT);
-    let said = running.output(Duration::from_secs(60));
+    let said = running.output(Duration::from_secs(120));
     assert!(said.status.success() && said.text().contains("t1-rehearsal was ended after"), "{said}");
     for (image, replica) in [("a.qcow2", "t1-vda.img"), ("b.raw", "t1-vdb.img")] {
         let compare = Run::new("qemu-img").args(["compare", "-U", "-F", "raw"]).arg(sites.site.path(image));

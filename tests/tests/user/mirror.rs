@@ -474,7 +474,7 @@ fn after_a_cut_only_what_is_missing_is_sent() {
 /// written twice here, and no sync covers what batches leave out.
 #[test]
 fn nothing_is_left_out_at_any_cut() {
-    let (scene, far) = (Scene::new("cuts without a second chance", 64 * MIB), Far::new(RSH));
+    let (scene, far) = (Scene::in_memory("cuts without a second chance", 64 * MIB), Far::in_memory(RSH));
     far.sync(&scene, &[], None).ok();
     let mut client = scene.client();
     let (mut random, done) = (Random::seeded(scene.random.clone().bits()), AtomicBool::new(false));

@@ -11,7 +11,7 @@ use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::Loop;
 use dsync_tests::scene::number;
-use dsync_tests::{Random, Run, Scene, Site, beyond, got, need, need_root, rounds, skipped};
+use dsync_tests::{Random, Run, Scene, Site, beyond, got, need, need_root, rounds, skipped, until};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -637,4 +637,21 @@ fn a_disk_resized_while_it_is_served_is_told_of() {
     assert!(!status(&scene, &["--check"]).text().contains("resized"));
     resize(8 << 20);
     scene.sync(&[]).code(4).says(&["vm.raw was resized", "has 8.00 MiB", "offers 24.0 MiB: restart"]);
+    // A guest makes it no longer again.
+    let mut client = scene.client();
+    until("writes beyond the end are refused", || {
+        let refused = client.write(12 << 20, &[7; 4096]).is_err();
+        resize(8 << 20);
+        refused
+    });
+    client.write(4 << 20, &[7; 4096]).expect("a write before the end");
+    client.write(12 << 20, &[7; 4096]).expect_err("a write beyond the end");
+    assert_eq!(std::fs::metadata(&image).expect("the image").len(), 8 << 20);
+    client.close().expect("the end");
+    scene.stop();
+    scene.site.dsync(["serve", "--socket", "s"]).arg(&image).code(4).says(&["shrank", "--allow-shrink"]);
+    let server = scene.site.serve(&[&image], &["--allow-shrink"]);
+    scene.sync(&["--allow-shrink"]).ok();
+    server.stop();
+    scene.equal();
 }
