@@ -44,6 +44,8 @@ pub struct Replica {
     /// A step in place is made durable every so many bytes.
     save_bytes: u64,
     known: Known,
+    /// Others were told that it is written to, and whether that it goes back.
+    heralded: Option<bool>,
     status: Status,
     /// What is kept for readers.
     views: Views,
@@ -88,8 +90,6 @@ struct Known {
     prepared: Option<PreparedCommit>,
     /// The replica goes back to an earlier moment: none is dropped to make room.
     rewinds: bool,
-    /// Others were told that it is written to, and whether that it goes back.
-    heralded: Option<bool>,
     /// When the last of what is committed arrived, in seconds since 1970, if that was earlier than now.
     arrived: Option<u64>,
     /// Epochs of the source before that of the seed that comes.
@@ -138,6 +138,7 @@ impl Replica {
             passed: 0,
             save_bytes: SAVE_BYTES,
             known: Known::default(),
+            heralded: None,
             status: Status::nothing(),
             views: Views::default(),
             locks: Locks::default(),
@@ -207,19 +208,19 @@ impl Replica {
 
     /// Announces that it is written to from now on, once, and once more where what it will hold does not follow what it held.
     pub(crate) fn herald(&mut self, goes_back: bool) -> Result<()> {
-        if self.known.heralded >= Some(goes_back) {
+        if self.heralded >= Some(goes_back) {
             return Ok(());
         }
         if let Some(herald) = &self.options.herald {
             herald.ask(self.destination.path(), goes_back)?;
         }
-        self.known.heralded = Some(goes_back);
+        self.heralded = Some(goes_back);
         Ok(())
     }
 
-    /// As [`Replica::herald`], for a step that goes back.
+    /// Announces a step after which it does not hold what follows what it held, whatever was announced before.
     pub(crate) fn herald_back(&mut self) -> Result<()> {
-        self.known.heralded = None;
+        self.heralded = None;
         self.herald(true)
     }
 

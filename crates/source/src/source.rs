@@ -611,7 +611,7 @@ impl Source {
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = verdict.trusted(spared);
         if !trusted {
-            stamp.write(&*folder)?;
+            stamp.write(&*folder, lives::leave)?;
         }
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
         let told = outside.as_ref().and_then(|outside| outside.since().ok());
@@ -623,7 +623,7 @@ impl Source {
         // Before the stamp, which says that the record has all.
         told.map_or(Ok(()), |ranges| disk.mark(ranges))?;
         // After the records: a power cut before this finds the old stamp and checks the regions again.
-        stamp.write(&*folder)?;
+        stamp.write(&*folder, lives::leave)?;
         lives::open(&*folder, &mut about, history.last(), options.read_only)?;
         foreign.into_iter().for_each(|times| disk.settle(times));
         disk.look(|| changed(&identity))?;
@@ -874,7 +874,7 @@ impl Source {
                     drop(gap);
                     (epochs.stamp.lost, epochs.stamp.larger, epochs.stamp.epoch) = (None, None, epoch.number);
                     epochs.spared = false;
-                    epochs.stamp.write(&*self.folder)
+                    epochs.stamp.write(&*self.folder, lives::leave)
                 });
                 if let Err(error) = settled {
                     if let Some(saved) = &saved {
@@ -901,7 +901,7 @@ impl Source {
         outside.keep(last, &*self.backing)?;
         if outside.unrecorded().is_some() {
             epochs.stamp.lost = None;
-            epochs.stamp.write(&*self.folder)?;
+            epochs.stamp.write(&*self.folder, lives::leave)?;
         }
         Ok(())
     }
@@ -1101,7 +1101,7 @@ impl Source {
         // What is the same in any state is kept.
         let kept = epochs.stamp.clone();
         ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, ..kept }
-            .write(&*self.folder)
+            .write(&*self.folder, lives::leave)
     }
 
     fn stop_tending(&mut self) {

@@ -9,6 +9,7 @@ use device::{Dir, FolderLock};
 use crate::SourceError;
 use crate::control::ControlClient;
 use crate::disk::clones;
+use crate::record::lives;
 use crate::record::stamp::ImageStamp;
 use crate::record::state::StateDir;
 use crate::source::{Source, SourceOptions};
@@ -64,7 +65,7 @@ pub fn untrack(state: &StateDir, what: &Path) -> Result<Option<bool>, SourceErro
         return Ok(None);
     }
     if let Some(stamp) = ImageStamp::read(&folder)? {
-        ImageStamp { cloned: false, ..stamp }.write(&folder)?;
+        ImageStamp { cloned: false, ..stamp }.write(&folder, lives::leave)?;
     }
     Ok(Some(found))
 }

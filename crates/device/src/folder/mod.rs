@@ -97,7 +97,7 @@ pub fn replace(folder: &dyn Folder, name: &str, content: &[u8]) -> io::Result<()
     replace_with(folder, name, |_| Ok(content.to_vec()))
 }
 
-/// As [`replace`], with content that depends on the file that it will be in.
+/// Puts content in place of the file `name`, as [`replace`] does, that depends on the file which it will be in.
 pub fn replace_with(
     folder: &dyn Folder,
     name: &str,

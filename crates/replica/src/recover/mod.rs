@@ -508,10 +508,14 @@ impl Replica {
         if let Some(toward) = contents.segments.last().and_then(|s| Toward::of(&s.header)) {
             self.keep_past(touched, &toward)?;
         }
+        // The file's time says when it arrived.
+        self.note_arrival(ARRIVING);
         let failed = |what| io_error(what, self.folder());
         let file = self.state().open(ARRIVING, false).map_err(failed("open"))?;
         // What followed was never confirmed, and nothing of what it replaces is kept.
-        file.set_len(contents.bytes).map_err(failed("cut"))?;
+        if file.len().map_err(failed("look at"))? != contents.bytes {
+            file.set_len(contents.bytes).map_err(failed("cut"))?;
+        }
         journal::seal(&*file, self.state()).map_err(failed("sync"))?;
         self.redo(&[contents])
     }

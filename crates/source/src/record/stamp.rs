@@ -42,7 +42,6 @@ use device::{Boot, DiskKind, Folder, Identity, Life, WriteCounts};
 use serde::{Deserialize, Serialize};
 use trackers::TrackedDisk;
 
-use crate::record::lives;
 use crate::{Gap, SourceError};
 
 const NAME: &str = "stamp";
@@ -242,7 +241,7 @@ impl ImageStamp {
     pub(crate) fn overwritten(folder: &dyn Folder) -> Result<(), SourceError> {
         match ImageStamp::read(folder)? {
             Some(stamp) if stamp.lost != Some(Gap::AsReplica) => {
-                ImageStamp { lost: Some(Gap::AsReplica), ..stamp }.write(folder)
+                ImageStamp { lost: Some(Gap::AsReplica), ..stamp }.store(folder)
             }
             // There is none to be trusted.
             _ => Ok(()),
@@ -261,12 +260,25 @@ impl ImageStamp {
         Ok(then.map(|then| why(then).into()))
     }
 
-    /// Puts it in place of the folder's. With the first one of another content the source leaves the way on which its replicas are.
-    pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
-        let is_other = |stamp: &ImageStamp| matches!(stamp.lost, Some(Gap::OtherContent(_)));
-        if is_other(self) && !ImageStamp::read(folder)?.as_ref().is_some_and(is_other) {
-            lives::leave(folder)?;
+    /// True of one whose content is not what was recorded last.
+    fn is_other(&self) -> bool {
+        matches!(self.lost, Some(Gap::OtherContent(_)))
+    }
+
+    /// Puts it in place of the folder's. With the first one of another content the source `leaves` the way on which its replicas are, before that is
+    /// noted: it is noticed once.
+    pub(crate) fn write(
+        &self,
+        folder: &dyn Folder,
+        leaves: impl FnOnce(&dyn Folder) -> Result<(), SourceError>,
+    ) -> Result<(), SourceError> {
+        if self.is_other() && !ImageStamp::read(folder)?.is_some_and(|before| before.is_other()) {
+            leaves(folder)?;
         }
+        self.store(folder)
+    }
+
+    fn store(&self, folder: &dyn Folder) -> Result<(), SourceError> {
         crate::record::json::write_json(folder, NAME, self)
     }
 
