@@ -20,7 +20,8 @@
 //! An epoch makes the image durable with its times, and the stamp keeps its time of change (`durable`): an image that bears an earlier
 //! one was rolled back, whatever a power cut may have taken. Where a file is a disk in use (it was ever served or tracked, or is one of a
 //! VM), one that is older than its record, or another in its place, is no disk to bring its replicas up to date from: sync, mirror and
-//! `verify --repair` refuse it until its user says that it is the source as it is (`--accept-source`). What was refused stays so, whatever
+//! `verify --repair` refuse it until its user says that it is the source as it is (`--accept-source`). After a power cut, which may take the
+//! times of a day, it has to be older by more. What was refused stays so, whatever
 //! is written to it. Any other file, such as a dump, is compared. A disk that dsync
 //! itself has restored is refused in the same way (`source/src/record/overwritten.rs`).
 //!
@@ -308,8 +309,12 @@ impl ImageStamp {
             // Unless the clock was set back. A power cut takes the times that were not durable when the disk was opened.
             false => {
                 let set_back = now.ctime_ns < self.durable && wrote as i64 >= self.durable;
-                let before = boot.life(&self.boot) == Life::This && now.mtime_ns < then.mtime_ns;
-                (then.mtime_ns.max(wrote as i64), set_back || before)
+                let recorded = then.mtime_ns.max(wrote as i64);
+                let before = match boot.life(&self.boot) {
+                    Life::This => now.mtime_ns < then.mtime_ns,
+                    _ => now.mtime_ns.saturating_add(IN_MEMORY_NS) < recorded,
+                };
+                (recorded, set_back || before)
             }
         };
         // A copy that took its times along has what it had.
@@ -567,6 +572,8 @@ mod tests {
         let opened = ImageStamp { durable: stamped, ..stamp(false, &at(stamped + hour)) };
         assert_eq!(opened.other(&now, &later, (stamped + hour) as u64), None);
         assert!(opened.other(&now, &boot, (stamped + hour) as u64).is_some());
+        // Older than a power cut makes it.
+        assert!(opened.other(&now, &later, (stamped + 25 * hour) as u64).is_some());
     }
 
     /// After a power cut nothing of the new boot is an own write, however late the note of the last one may be.
