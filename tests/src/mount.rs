@@ -6,7 +6,7 @@ use std::time::Duration;
 
 pub use testing::{Loop, Mount};
 
-use crate::{Background, Run, skipped};
+use crate::{Background, Run, skipped, until};
 
 /// A new tmpfs of this size, such as "12m". `None` where none can be mounted: then `what` is reported as skipped.
 pub fn small(place: &Path, size: &str, what: &str) -> Option<Mount> {
@@ -15,6 +15,12 @@ pub fn small(place: &Path, size: &str, what: &str) -> Option<Mount> {
         skipped(what, "a tmpfs cannot be mounted here");
     }
     mounted
+}
+
+/// Waits until an ext4 file system on a device is mounted nowhere: not in another mount namespace, nor after a lazy unmount.
+pub fn wait_until_free(device: &Path) {
+    let name = device.file_name().expect("a name");
+    until("it is mounted nowhere", || !Path::new("/sys/fs/ext4").join(name).exists());
 }
 
 /// A block device of this machine over what an NBD server exports: a loop device over the one file of a FUSE mount.

@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::image;
+use dsync_tests::mount::{Loop, Mount, wait_until_free};
 use dsync_tests::scene::number;
 use dsync_tests::site::binary;
 use dsync_tests::tracked::{Tracked, Untrack};
 use dsync_tests::{Random, Run, Site, got, need, repository, rounds, say, until};
+use testing::stalled::{StalledWrite, is_freezing};
 
 const MIB: u64 = 1 << 20;
 
@@ -267,16 +269,6 @@ fn a_mount_that_is_not_seen_is_not_taken_for_none() {
     sync(&[]).ok();
 }
 
-/// The end of a lazy unmount.
-fn wait_until_free(device: &Path) {
-    let name = device.file_name().expect("a name");
-    let until = Instant::now() + Duration::from_secs(60);
-    while Path::new("/sys/fs/ext4").join(name).exists() {
-        assert!(Instant::now() < until, "{} is still mounted", device.display());
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
 #[test]
 fn who_writes_past_a_frozen_file_system_is_noticed() {
     let what = "writes past a frozen file system";
@@ -318,6 +310,34 @@ fn who_writes_past_a_frozen_file_system_is_noticed() {
     refused.expect("no write past the freeze was noticed").says(&["past its file systems", "swapoff"]);
     writer.kill();
     site.sync(tracked.device(), &copy, &[]).ok();
+}
+
+/// What is read while a file system is frozen for too long is thrown away, and the next sync goes on.
+#[test]
+fn a_freeze_that_takes_too_long_ends_the_sync() {
+    let what = "a freeze beyond its limit";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, copy) = (&tracked.site, tracked.site.path("copy.raw"));
+    let sync = || site.sync(tracked.device(), &copy, &["--freeze-limit", "1"]);
+    sync().ok();
+    let before = image::fingerprint(&copy);
+    std::fs::write(tracked.place.join("file"), [7; 8192]).expect("a write");
+    let Some(stalled) = StalledWrite::new(&tracked.place.join("stalled"), what) else { return };
+    let syncing = sync().start();
+    let process = Path::new("/proc").join(syncing.pid().as_raw_nonzero().to_string());
+    until("it freezes", || is_freezing(&process));
+    std::thread::sleep(Duration::from_millis(1100));
+    stalled.end();
+    let failed = syncing.output(Duration::from_secs(20));
+    assert_eq!(failed.status.code(), Some(4), "{failed}");
+    let place = tracked.place.display().to_string();
+    failed.says(&["the freeze of", &place, "longer than its limit of 1000 ms", "may mix several moments"]);
+    assert_eq!(image::fingerprint(&copy), before);
+    std::fs::write(tracked.place.join("thawed"), [7; 8192]).expect("a write");
+    assert_eq!(sync().ok().summary()["method"], "tracked");
+    let look = Look::at(site, &copy);
+    Run::new("diff").arg("-r").arg(&tracked.place).arg(look.place()).ok();
+    look.check();
 }
 
 #[test]
