@@ -38,6 +38,7 @@ mod pauses;
 mod postgres;
 mod pull;
 mod qcow2;
+mod reboot;
 mod refusals;
 mod rehearsal;
 mod rolled_back;
