@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::Mount;
+use dsync_tests::mount::{self, Loop, Mount};
 use dsync_tests::{Background, Output, Random, Run, Scene, Site, need, need_root, rounds, skipped, until};
 use rustix::process::Signal;
 
@@ -465,6 +465,70 @@ fn zeroes_need_no_room() {
         assert_eq!(summary["method"], "tracked", "{summary}");
         scene.equal();
     }
+}
+
+/// The second half of a disk of 64 MiB, which its replica has as data, is trimmed.
+fn trim_half(scene: &Scene) {
+    let mut client = scene.client();
+    (32..64).for_each(|mib| client.trim(mib * MIB, MIB as u32).expect("a trim"));
+    client.close().expect("the end");
+}
+
+/// Zeroes need no room either when a demotion or a mirror brings them.
+#[test]
+fn zeroes_of_a_demotion_or_a_mirror_need_no_room() {
+    for command in ["mirror", "demote"] {
+        let what = &format!("little room for zeroes of a {command}");
+        let mut scene = Scene::new(what, 64 * MIB);
+        let Some(small) = Small::new(&mut scene, "ext4", 96 * MIB, what) else { return };
+        fill_holes(&mut scene, 32 * MIB..64 * MIB);
+        scene.sync(&[]).ok();
+        small.leave(8 * MIB);
+        let run = scene.site.dsync([command]).arg(&scene.image).arg(&scene.replica);
+        if command == "demote" {
+            trim_half(&scene);
+            scene.stop();
+            run.ok();
+        } else {
+            let mut running = run.start();
+            running.wait_to_say("mirroring to");
+            trim_half(&scene);
+            until("it arrives", || {
+                let said = running.stderr_so_far();
+                assert!(said.is_empty(), "{said}");
+                image::first_difference(&scene.image, &scene.replica).is_none()
+            });
+            running.signal(Signal::TERM);
+            let ended = running.output(Duration::from_secs(60));
+            assert!(ended.status.success() && ended.stderr.is_empty(), "{ended}");
+        }
+        scene.equal();
+    }
+}
+
+/// Zeroes for a device need no room in the folder of its journal.
+#[test]
+fn zeroes_for_a_device_need_no_room_for_its_journal() {
+    let what = "a small journal folder of a device";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 64 * MIB);
+    let Some(device) = Loop::new(&scene.site.image("device.img", 64 * MIB)) else {
+        return skipped(what, "there is no loop device");
+    };
+    let folder = scene.site.path("journal");
+    let Some(_mounted) = mount::small(&folder, "8m", what) else { return };
+    fill_holes(&mut scene, 32 * MIB..64 * MIB);
+    let options = ["--journal-dir", folder.to_str().expect("a path")];
+    let sync = || scene.site.sync(&scene.image, device.device(), &options).ok().summary();
+    sync();
+    trim_half(&scene);
+    let summary = sync();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    assert!(
+        std::fs::read(&scene.image).expect("a disk") == std::fs::read(device.device()).expect("a device")
+    );
 }
 
 /// Data for which there is no room costs no moment of the past in vain.
