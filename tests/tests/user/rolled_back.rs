@@ -1,12 +1,12 @@
 //! A host that is rolled back, disk and state together, as a hypervisor's snapshot does it: what a mirror has brought to the replica since is the
 //! last there is of it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dsync_tests::host::Host;
 use dsync_tests::mount::Loop;
-use dsync_tests::{Random, Run, Server, got, image, need_root, say};
+use dsync_tests::{Random, Run, Server, Site, got, image, need, need_root, say, skipped};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = image::BLOCK;
@@ -256,6 +256,19 @@ fn who_takes_over_does_not_overwrite_what_a_rolled_back_source_has_forgotten() {
     }
 }
 
+/// A backup of a disk, made last week.
+fn backup_of(disk: &Path) -> PathBuf {
+    let backup = disk.with_extension("backup");
+    Run::new("cp").arg("-a").args([disk, &backup]).ok();
+    Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+    backup
+}
+
+/// Copies a backup into a disk, with its times.
+fn put_back(backup: &Path, disk: &Path) {
+    Run::new("cp").arg("--preserve=timestamps").args([backup, disk]).ok();
+}
+
 /// The disk dies, and last week's image is put in its place: renamed over it, or copied into it with its times.
 #[test]
 fn a_backup_in_the_place_of_a_disk_in_use_does_not_take_its_replica_back() {
@@ -265,9 +278,7 @@ fn a_backup_in_the_place_of_a_disk_in_use_does_not_take_its_replica_back() {
     {
         say(&format!("renamed: {renamed}, killed: {killed}, restored from the replica: {restores}"));
         let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
-        let backup = a.site.path("backup.raw");
-        Run::new("cp").arg("-a").args([&a.disk, &backup]).ok();
-        Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+        let backup = backup_of(&a.disk);
         let server = a.site.serve(&[&a.disk], &[]);
         a.sync(&b, &[]).ok();
         let mut client = server.client("vm");
@@ -283,7 +294,7 @@ fn a_backup_in_the_place_of_a_disk_in_use_does_not_take_its_replica_back() {
         if renamed {
             std::fs::rename(&backup, &a.disk).expect("a backup");
         } else {
-            Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
+            put_back(&backup, &a.disk);
         }
         let words =
             ["may be the newest copy", "days before what was recorded", "sync --adopt", "--accept-source"];
@@ -293,9 +304,8 @@ fn a_backup_in_the_place_of_a_disk_in_use_does_not_take_its_replica_back() {
                 a.sync(&b, options).code(4).says(&words);
             }
             a.towards(&b, &["verify", "--repair"]).code(4).says(&words);
-            if served {
-                a.towards(&b, &["mirror"]).code(4).says(&words);
-            }
+            let command = if served { "mirror" } else { "demote" };
+            a.towards(&b, &[command]).code(4).says(&words);
             server.map(Server::stop);
             assert_eq!(has, image::fingerprint(&b.disk).0);
         }
@@ -312,15 +322,91 @@ fn a_backup_in_the_place_of_a_disk_in_use_does_not_take_its_replica_back() {
     }
 }
 
+/// One disk of a group is replaced: none of its replicas is brought to another moment without the others.
+#[test]
+fn a_backup_in_the_place_of_one_disk_of_a_group_is_noticed() {
+    let (mut random, site) =
+        (Random::new("a disk of a group that is restored from a backup"), Site::in_memory());
+    let disks = ["data.raw", "log.raw"].map(|name| site.image(name, 4 * MIB));
+    disks.iter().for_each(|disk| image::scribble(disk, 0, MIB, &mut random));
+    let dir = site.path("replicas");
+    std::fs::create_dir(&dir).expect("a folder");
+    let group = |command: &str| site.dsync([command, "--group", "db"]).arg(&dir);
+    let backup = backup_of(&disks[1]);
+    let serve = || site.serve(&disks.each_ref().map(PathBuf::as_path), &["--group", "db"]);
+    let server = serve();
+    for name in ["data", "log"] {
+        let mut client = server.client(name);
+        client.write(700 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        client.close().expect("the end");
+    }
+    group("sync").ok();
+    server.stop();
+    let replicas = ["data.raw", "log.raw"].map(|name| dir.join(name));
+    let content = || replicas.each_ref().map(|replica| image::fingerprint(replica).0);
+    let has = content();
+    put_back(&backup, &disks[1]);
+    let words = ["log.raw", "may be the newest copy", "days before what was recorded", "--accept-source"];
+    for served in [false, true] {
+        let server = served.then(serve);
+        group("sync").code(4).says(&words);
+        group("sync").arg("--method=compare").code(4).says(&words);
+        group("sync").arg("-n").code(4).says(&words);
+        group(if served { "mirror" } else { "demote" }).code(4).says(&words);
+        server.map(Server::stop);
+        assert_eq!(content(), has);
+    }
+    group("sync").arg("--accept-source").ok();
+    disks.iter().zip(&replicas).for_each(|(disk, replica)| image::assert_equal(disk, replica));
+}
+
+/// Nothing tells what is on a device whose server was killed: it is compared. Another disk under its name is another source.
+#[test]
+fn another_disk_under_the_name_of_a_served_device_is_refused() {
+    let what = "another disk under the name of a device";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let (mut random, site) = (Random::new(what), Site::new());
+    let [image, other] = ["disk.img", "other.img"].map(|name| site.image(name, 4 * MIB));
+    image::scribble(&other, MIB, MIB, &mut random);
+    let copy = site.path("copy.raw");
+    let Some(disk) = Loop::new(&image) else { return skipped(what, "there is no loop device") };
+    let device = disk.device().to_path_buf();
+    let sync = |options: &[&str]| site.sync(&device, &copy, options);
+    let mut killed = || {
+        let server = site.serve(&[&device], &["--trust-device"]);
+        let mut client = server.client(&device.file_name().expect("a name").to_string_lossy());
+        client.write(700 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        client.flush().and_then(|()| client.close()).expect("the end");
+        sync(&[]).ok();
+        server.kill();
+    };
+    killed();
+    // Beneath it: the kernel does not count that as a write to the device.
+    Run::new("cp").args([&other, &image]).ok();
+    Run::new("blockdev").arg("--flushbufs").arg(&device).ok();
+    assert_eq!(sync(&[]).ok().summary()["method"], "compare");
+    image::assert_equal(&other, &copy);
+    killed();
+    let has = image::fingerprint(&copy).0;
+    drop(disk);
+    let _disk = Loop::named(&device, &other).expect("a loop device");
+    for trust in [&[][..], &["--trust-device"]] {
+        sync(trust).code(4).says(&["is a copy of another source"]);
+        let demote = site.dsync(["demote"]).arg(&device).arg(&copy).args(trust);
+        demote.code(4).says(&["is not a source"]);
+    }
+    assert_eq!(image::fingerprint(&copy).0, has);
+}
+
 /// That a backup is in the place of a disk is said of every replica, and whatever else is not known of what was written.
 #[test]
 fn a_backup_is_noticed_whatever_was_lost_before_it() {
     let mut random = Random::new("a backup after a gap");
     for ended in [false, true] {
         let (a, b, c) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
-        let backup = a.site.path("backup.raw");
-        Run::new("cp").arg("-a").args([&a.disk, &backup]).ok();
-        Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+        let backup = backup_of(&a.disk);
         a.write([700], &mut random);
         a.sync(&b, &[]).ok();
         a.sync(&c, &[]).ok();
@@ -328,7 +414,7 @@ fn a_backup_is_noticed_whatever_was_lost_before_it() {
         image::scribble(&a.disk, MIB, BLOCK, &mut random);
         a.sync(&b, if ended { &[] } else { &["-n"] }).ok();
         let has = [&b, &c].map(|host| image::fingerprint(&host.disk).0);
-        Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
+        put_back(&backup, &a.disk);
         for host in [&c, &b, &c] {
             a.sync(host, &[]).code(4).says(&["may be the newest copy", "days before what was recorded"]);
             a.towards(host, &["verify", "--repair"]).code(4).says(&["may be the newest copy"]);
@@ -347,9 +433,7 @@ fn a_backup_is_noticed_whatever_was_lost_before_it() {
 fn a_backup_in_the_place_of_a_disk_that_was_restored_is_noticed() {
     let mut random = Random::new("a backup after a restore");
     let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
-    let backup = a.site.path("backup.raw");
-    Run::new("cp").arg("-a").args([&a.disk, &backup]).ok();
-    Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+    let backup = backup_of(&a.disk);
     a.write([700], &mut random);
     a.sync(&b, &[]).ok();
     a.write([701], &mut random);
@@ -361,7 +445,7 @@ fn a_backup_in_the_place_of_a_disk_that_was_restored_is_noticed() {
     a.sync(&b, &["--accept-source"]).ok();
     a.write([702], &mut random);
     b.sync(&a, &["--adopt"]).ok();
-    Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
+    put_back(&backup, &a.disk);
     a.site.dsync(["forget", "--replica"]).arg(&a.disk).ok();
     for _ in 0..2 {
         a.sync(&b, &[]).code(4).says(&["may be the newest copy"]);
@@ -441,9 +525,7 @@ fn another_content_is_not_forgotten_by_a_promotion() {
         say(way);
         let mut random = Random::new("another content");
         let (a, b, c) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
-        let backup = a.site.path("backup.raw");
-        Run::new("cp").arg("-a").args([&a.disk, &backup]).ok();
-        Run::new("touch").args(["-d", "6 days ago"]).arg(&backup).ok();
+        let backup = backup_of(&a.disk);
         a.write([700], &mut random);
         [&b, &c].iter().for_each(|to| drop(a.sync(to, &[]).ok()));
         a.write([701], &mut random);
@@ -451,7 +533,7 @@ fn another_content_is_not_forgotten_by_a_promotion() {
         let newest = image::fingerprint(&c.disk).0;
         match way {
             "a backup, promoted again" => {
-                Run::new("cp").arg("--preserve=timestamps").args([&backup, &a.disk]).ok();
+                put_back(&backup, &a.disk);
                 a.sync(&c, &[]).code(4).says(&["may be the newest copy"]);
             }
             "a backup while it is served, promoted again" => {
