@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dsync_tests::image::{self, BLOCK};
@@ -206,18 +206,27 @@ fn what_a_guest_trimmed_is_no_data_to_send() {
     image::assert_equal(&image, &copy);
 }
 
+/// Formats of images that contain a disk: the end of a name, and what is where in the file.
+const CONTAINERS: [(&str, u64, &[u8]); 4] = [
+    ("qcow2", 0, b"QFI\xfb\0\0\0\x03"),
+    ("vmdk", 0, b"KDMV"),
+    ("vdi", 0x40, b"\x7f\x10\xda\xbe"),
+    ("vhdx", 0, b"vhdxfile"),
+];
+
+/// A file that has these bytes there.
+fn container(site: &Site, name: &str, offset: u64, magic: &[u8]) -> PathBuf {
+    let image = site.image(name, MIB);
+    let file = std::fs::File::options().write(true).open(&image).expect("an image");
+    std::os::unix::fs::FileExt::write_all_at(&file, magic, offset).expect("a write");
+    image
+}
+
 #[test]
 fn a_container_is_not_served_for_the_disk_in_it() {
     let site = Site::new();
-    for (name, offset, magic) in [
-        ("a.img", 0, &b"QFI\xfb\0\0\0\x03"[..]),
-        ("b.vmdk", 0, b"KDMV"),
-        ("c.vdi", 0x40, b"\x7f\x10\xda\xbe"),
-        ("d.vhdx", 0, b"vhdxfile"),
-    ] {
-        let image = site.image(name, MIB);
-        let file = std::fs::File::options().write(true).open(&image).expect("an image");
-        std::os::unix::fs::FileExt::write_all_at(&file, magic, offset).expect("a write");
+    for (format, offset, magic) in CONTAINERS {
+        let image = container(&site, &format!("{format}.img"), offset, magic);
         for options in [&[][..], &["--read-only"]] {
             let run = site.dsync(["serve"]).arg(&image).args(["--socket", "s"]).args(options);
             let output = run.limit(Duration::from_secs(60)).code(4);
@@ -237,19 +246,20 @@ fn a_container_is_not_served_for_the_disk_in_it() {
 
 #[test]
 fn a_container_that_is_copied_is_called_one() {
-    let site = Site::new();
-    let image = site.image("a.qcow2", MIB);
-    let file = std::fs::File::options().write(true).open(&image).expect("an image");
-    std::os::unix::fs::FileExt::write_all_at(&file, b"QFI\xfb\0\0\0\x03", 0).expect("a write");
-    let told = |to: &str| {
-        let synced = site.dsync(["sync"]).arg(&image).arg(site.path(to)).ok();
-        synced.stderr.contains("is a qcow2 image, and is copied as it is")
-    };
-    assert!(!told("same.qcow2"));
-    std::fs::remove_dir_all(site.state()).expect("its state");
-    assert!(told("copy.raw"));
-    assert!(!told("copy.raw"), "told at the first sync alone");
-    image::assert_equal(&image, &site.path("copy.raw"));
+    for (format, offset, magic) in CONTAINERS {
+        let site = Site::in_memory();
+        let image = container(&site, &format!("a.{format}"), offset, magic);
+        let told = |to: &str| {
+            let said = site.dsync(["sync"]).arg(&image).arg(site.path(to)).ok().stderr.to_ascii_lowercase();
+            said.contains(&format!("is a {format} image, and is copied as it is"))
+                && said.contains(&format!("a name that ends in .{format}"))
+        };
+        assert!(!told(&format!("same.{format}")), "{format}");
+        std::fs::remove_dir_all(site.state()).expect("its state");
+        assert!(told("copy.raw"), "{format}");
+        assert!(!told("copy.raw"), "{format}: told at the first sync alone");
+        image::assert_equal(&image, &site.path("copy.raw"));
+    }
 }
 
 #[test]
