@@ -8,7 +8,7 @@ use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::Mount;
 use dsync_tests::scene::{fingerprints, number, ranges};
-use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds};
+use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds, skipped};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -942,16 +942,24 @@ fn attributes(file: &std::path::Path) -> (u32, u32, u32, Vec<(String, Vec<u8>)>)
 /// new files a list of its own.
 #[test]
 fn a_clone_has_the_attributes_of_the_replica_and_no_others() {
-    let what = "the attributes of a replica that is committed as a reflink";
-    if !need(&["mkfs.xfs"], what) || !need_root(what) {
-        return;
+    for (kind, options) in [("xfs", &["-q", "-m", "reflink=1"][..]), ("btrfs", &["-q"])] {
+        let what = &format!("the attributes of a replica that is committed as a reflink on {kind}");
+        let make = format!("mkfs.{kind}");
+        if !need(&[&make], what) || !need_root(what) {
+            continue;
+        }
+        let mut scene = Scene::new(what, 64 * MIB);
+        let (disk, mount) = (scene.site.image("fs.img", 512 * MIB), scene.site.path("mount"));
+        Run::new(make).args(options).arg(&disk).ok();
+        match Mount::new(&["-o", "loop"], &disk, &mount) {
+            Some(_mounted) => keeps_attributes(&mut scene, &mount),
+            None => skipped(what, &format!("{kind} cannot be mounted from a loop device here")),
+        }
     }
-    let mut scene = Scene::new(what, 64 * MIB);
-    let (disk, mount) = (scene.site.image("xfs.raw", 512 * MIB), scene.site.path("xfs"));
-    Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
-    let Some(_mounted) = Mount::new(&["-o", "loop"], &disk, &mount) else {
-        return dsync_tests::skipped(what, "XFS cannot be mounted from a loop device here");
-    };
+}
+
+/// Commits to a replica in this folder leave it what it has, and give it nothing that the folder gives.
+fn keeps_attributes(scene: &mut Scene, mount: &std::path::Path) {
     scene.replica = mount.join("vm.raw");
     scene.sync(&[]).ok();
     let set = |file: &std::path::Path, name: &str, value: &[u8]| {
@@ -968,11 +976,12 @@ fn a_clone_has_the_attributes_of_the_replica_and_no_others() {
         if listed {
             std::os::unix::fs::chown(&scene.replica, Some(0), Some(6789)).expect("a group");
             set(&scene.replica, "system.posix_acl_access", &list);
-            set(&scene.replica, "user.note", b"hello");
-            set(&scene.replica, "trusted.note", b"hello");
+            for kind in ["user", "trusted", "security"] {
+                set(&scene.replica, &format!("{kind}.note"), b"hello");
+            }
         } else {
             rustix::fs::removexattr(&scene.replica, "system.posix_acl_access").expect("no list");
-            set(&mount, "system.posix_acl_default", &list);
+            set(mount, "system.posix_acl_default", &list);
         }
         let verify = |options: &[&str]| {
             scene.site.dsync(["verify", "--repair"]).args(options).args([&scene.image, &scene.replica]).ok()
