@@ -637,6 +637,49 @@ fn a_loop_device_without_its_file_is_told_to_be_detached() {
     site.sync(&device, &copy, &[]).code(4).says(&["is a copy of another source"]);
 }
 
+/// A device is detached and attached to its file again: what was written to that meanwhile is not known, which is said until the device is tracked
+/// anew; then all of it is found.
+#[test]
+fn a_loop_device_that_is_attached_to_its_file_again_misses_nothing() {
+    let what = "a tracked loop device that is attached again";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let (site, node) = (Site::new(), Node::new());
+    let image = site.image("disk.raw", 4 * MIB);
+    let Some(disk) = node.attach(&image) else { return skipped(what, "no loop device of a name") };
+    let (device, copy) = (disk.device().to_path_buf(), site.path("copy.raw"));
+    let track = |what: &str| site.dsync(["track", what]).arg(&device);
+    let added = track("add").output();
+    if !got(if added.status.success() { Ok(()) } else { Err(added.stderr) }, what) {
+        return;
+    }
+    let _untrack = Untrack(&site, &device);
+    let sync = || site.sync(&device, &copy, &[]);
+    sync().ok();
+    write(&device, MIB, &[7; 4096]);
+    drop(disk);
+    write(&image, 2 * MIB, &[7; 4096]);
+    let _disk = node.attach(&image).expect("a loop device");
+    write(&device, 3 * MIB, &[7; 4096]);
+    let detached = "the loop device was detached, and is attached to";
+    for status in [site.dsync(["status"]), site.dsync(["status"]).arg(&device)] {
+        let told = status.ok().text();
+        assert!(told.contains(detached) && told.contains("disk.raw by now"), "{told}");
+        assert!(told.contains("run \"dsync track remove\" and \"dsync track add\""), "{told}");
+    }
+    sync().code(4).says(&["is not known", detached, "dsync track remove", "dsync track add"]);
+    track("remove").ok();
+    track("add").ok();
+    for (method, at) in [("compare", 3 * MIB), ("tracked", 0)] {
+        assert_eq!(sync().ok().summary()["method"], method);
+        assert_same(&device, &copy);
+        write(&device, at, &[8; 4096]);
+    }
+    sync().ok();
+    assert_same(&device, &copy);
+}
+
 /// A folder of a site as sshfs shows it, which gives inodes in the order in which files are looked up, after that of so many others.
 fn by_sshfs(site: &Site, place: &Path, others: usize, what: &str) -> Option<Mount> {
     let (server, folder) = (site.path("sftp"), site.path("far"));
