@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use dsync_tests::far::Far;
 use dsync_tests::host::Host;
 use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::{self, Loop};
@@ -12,11 +13,12 @@ use dsync_tests::records::{self, Records};
 use dsync_tests::scene::{fingerprints, number};
 use dsync_tests::site::binary;
 use dsync_tests::{
-    Output, Random, Run, Scene, beyond, find, image, need, need_root, rounds, say, skipped, until,
+    Output, Random, Run, Scene, Site, beyond, find, image, need, need_root, rounds, say, skipped, until,
 };
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = image::BLOCK;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
 
 fn equal(a: &Host, b: &Host) {
     image::assert_equal(&a.disk, &b.disk);
@@ -1885,6 +1887,53 @@ fn a_job_names_what_is_demoted_promoted_and_verified() {
     site.dsync(["demote", "--job", "copy"]).ok();
     let told = site.dsync(["promote", "--job", "copy"]).ok().text();
     assert!(told.contains(&replica.display().to_string()) && told.contains("term 2"), "{told}");
+}
+
+/// Of a replica on another host a job knows how that is reached, and where it is promoted.
+#[test]
+fn a_job_names_a_replica_on_another_host() {
+    let (mut scene, far) = (Scene::in_memory("a far job", MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let site = &scene.site;
+    std::fs::create_dir_all(site.path("conf")).expect("a folder");
+    let text = format!("command = sync\nsource = vm\ndestination = {}\nrsh = {RSH}\n", far.name());
+    std::fs::write(site.path("conf/copy.conf"), text).expect("a job");
+    let run = |command: &str| site.dsync([command, "--job=copy"]).env("RSH_STATE", far.site.state());
+    let told = run("verify").ok().text();
+    assert!(told.contains(&format!("{} at epoch 1: no differences", far.name())), "{told}");
+    for command in ["promote", "rewind"] {
+        let there =
+            format!("its replica is on far: run \"dsync {command} {}\" there", far.replica().display());
+        run(command).code(2).says(&["copy.conf", &there]);
+    }
+    scene.server.take().expect("a server").stop();
+    let told = run("demote").ok().text();
+    assert!(told.contains(&far.name()), "{told}");
+    far.site.dsync(["promote"]).arg(far.replica()).ok();
+}
+
+/// A job of a group is about all of its disks.
+#[test]
+fn a_job_names_a_group() {
+    let site = Site::in_memory();
+    let disks = ["data", "log"].map(|name| site.image(&format!("{name}.raw"), MIB));
+    let dir = site.path("replicas");
+    std::fs::create_dir_all(site.path("conf")).and_then(|()| std::fs::create_dir(&dir)).expect("folders");
+    let text = format!("command = sync\ngroup = db\ndestination = {}\n", dir.display());
+    std::fs::write(site.path("conf/db.conf"), text).expect("a job");
+    let server = site.serve(&disks.each_ref().map(PathBuf::as_path), &["--group", "db"]);
+    site.dsync(["run", "db"]).ok();
+    server.stop();
+    let run = |command: &str| site.dsync([command, "--job", "db"]);
+    run("verify").code(2).says(&["db.conf", "it is of a group"]);
+    let told = run("rewind").ok().text();
+    assert!(told.contains("common epoch 1"), "{told}");
+    run("demote").ok();
+    let told = run("promote").ok().text();
+    for name in ["data.raw", "log.raw"] {
+        let promoted = format!("{} is now the source", dir.join(name).display());
+        assert!(told.contains(&promoted), "{told}");
+    }
 }
 
 /// Between the last sync and the moment at which it is a replica nobody holds a source.
