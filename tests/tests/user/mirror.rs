@@ -287,20 +287,26 @@ fn a_far_side_that_hangs_is_behind_in_status() {
     running.wait_to_say(MIRRORING);
     scene.change(10);
     until("the batch is there", || image::first_difference(&scene.image, &far.replica()).is_none());
-    scene.site.dsync(["status", "--check"]).ok();
+    let check = |scene: &Scene| scene.site.dsync(["status", "--check"]).output().text();
+    until("it is known here", || check(&scene) == "OK\n");
     let far_side = far_side(&running).expect("a far side");
     kill_process(far_side, Signal::STOP).expect("a process that stands still");
     scene.change(10);
-    let check = || scene.site.dsync(["status", "--check"]).output().text();
-    until("a monitor sees it", || check().contains("behind, and its mirror is to keep it within 1.00 s"));
+    until("a monitor sees it", || {
+        check(&scene).contains("behind, and its mirror is to keep it within 1.00 s")
+    });
     let shown = scene.site.dsync(["status"]).ok().text();
     let row = shown.lines().find(|line| line.starts_with("! vm ")).expect("the replica first");
     let words: Vec<&str> = row.split("  ").map(str::trim).filter(|word| !word.is_empty()).collect();
     let behind = words[3].split(',').next().expect("a time");
     let seconds = behind.strip_suffix(" s").and_then(|number| number.parse::<u64>().ok());
     assert!(words[2] == "stale" && seconds.is_some_and(|seconds| seconds >= 3), "{shown}");
+    let mut watch = scene.site.dsync(["status", "--watch=1"]).start();
+    watch.wait_to_say("behind, and its mirror is to keep it within 1.00 s");
+    watch.wait_to_say("\n! vm ");
     let _ = kill_process(far_side, Signal::CONT);
-    until("it goes on", || check() == "OK\n");
+    until("it goes on", || check(&scene) == "OK\n");
+    watch.wait_to_say("no problems\n");
     running.kill();
 }
 
