@@ -134,7 +134,7 @@ fn what_is_printed_is_what_the_page_says() {
     let mut mirror = run(&["mirror", "vm", replica, "-v"]).start();
     mirror.wait_to_say("mirroring to");
     scene.client().write(0, &scene.random.clone().bytes(1 << 20)).expect("a write");
-    std::thread::sleep(Duration::from_millis(1500));
+    mirror.wait_to_say("\"batch\"");
     mirror.signal(Signal::TERM);
     let lines = mirror.output(Duration::from_secs(30)).json();
     let (summary, lines) = lines.split_last().expect("a summary");

@@ -151,8 +151,8 @@ fn each_metric_moves_with_what_it_measures() {
     let mut mirror = far.run("mirror", &scene, &["--epoch", "1h"], None).start();
     mirror.wait_to_say("mirroring to");
     far_side.moves("dsync_local_replica_unsure_bytes", &[], || {
-        write(5);
-        std::thread::sleep(Duration::from_millis(1500));
+        write(25);
+        until("a batch arrives", || image::first_difference(&scene.image, &copy).is_none());
         mirror.kill();
         recover();
     });

@@ -394,9 +394,9 @@ fn both_ends_of_a_silent_line_let_go() {
     client.write(0, &second).expect("a write");
     client.close().expect("the end");
     let syncing = Partition::new(&scene, &far);
-    let mut running = syncing.run(&["sync", "--timeout", "2", "--bwlimit", "1M"], &far.replica()).start();
-    until("it is under way", || syncing.pids.exists());
-    std::thread::sleep(Duration::from_millis(1500));
+    let mut running =
+        syncing.run(&["sync", "--json", "--timeout", "2", "--bwlimit", "1M"], &far.replica()).start();
+    running.wait_to_say("bytes_done");
     syncing.silence();
     let status = running.wait_for(Duration::from_secs(30)).expect("an end");
     assert_eq!(status.code(), Some(1), "{}", running.stderr_so_far());

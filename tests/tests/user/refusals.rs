@@ -1,6 +1,7 @@
 //! What dsync must refuse: each with a message that names the thing, the place and the way out, with the right exit
 //! code, and with the destination left as it was.
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use dsync_tests::far::Far;
 use dsync_tests::image;
 use dsync_tests::mount::{self, Loop, Mount};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Output, Random, Run, Scene, Server, Site, need, need_root, rounds, skipped};
+use dsync_tests::{Background, Output, Random, Run, Scene, Server, Site, need, need_root, rounds, skipped};
 
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -267,6 +268,14 @@ fn a_lineage_that_is_damaged() {
     scene.equal();
 }
 
+/// A qemu-io that has opened an image, and so locked it: it asks for commands.
+fn opened_by_qemu(image: &Path) -> Background {
+    let mut holder = Run::new("qemu-io").args(["-f", "raw"]).arg(image).start_talking();
+    let asked = holder.child.stdout.as_mut().expect("a pipe").read(&mut [0; 1]).expect("a prompt");
+    assert_eq!(asked, 1, "qemu-io did not stay: {}", holder.stderr_so_far());
+    holder
+}
+
 #[test]
 fn a_destination_in_use() {
     let what = "a destination that QEMU has open";
@@ -276,15 +285,13 @@ fn a_destination_in_use() {
     let mut scene = Scene::synced_in_memory("in use", 8 * MIB);
     scene.change(10);
     let replica = scene.replica.display().to_string();
-    let mut holder = Run::new("qemu-io").args(["-f", "raw"]).arg(&scene.replica).start_talking();
-    std::thread::sleep(Duration::from_millis(500));
-    assert!(holder.ended().is_none(), "qemu-io did not stay");
+    let mut holder = opened_by_qemu(&scene.replica);
     refused(&scene, scene.sync(&[]), 6, &[&replica]);
     holder.kill();
     // Another dsync at work on it.
-    let mut slow = scene.sync(&["--bwlimit", "8K"]).start();
-    std::thread::sleep(Duration::from_millis(700));
-    assert!(slow.ended().is_none(), "the first sync did not last");
+    scene.change(500);
+    let mut slow = scene.sync(&["--bwlimit", "256K"]).start();
+    slow.wait_to_say("bytes_done");
     scene.sync(&[]).code(6).says(&[&replica]);
     slow.kill();
     scene.sync(&[]).ok();
@@ -306,9 +313,7 @@ fn an_image_that_qemu_has_open_is_not_served() {
     }
     let site = Site::new();
     let disk = site.image("vm.raw", MIB);
-    let mut holder = Run::new("qemu-io").args(["-f", "raw"]).arg(&disk).start_talking();
-    std::thread::sleep(Duration::from_millis(500));
-    assert!(holder.ended().is_none(), "qemu-io did not stay");
+    let mut holder = opened_by_qemu(&disk);
     let run = site.dsync(["serve"]).arg(&disk).arg("--socket").arg(site.socket("nbd"));
     run.code(6).says(&["vm.raw"]);
     holder.kill();

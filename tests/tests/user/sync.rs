@@ -296,7 +296,7 @@ fn an_interrupt_is_told_and_the_next_sync_goes_on() {
     let mut scene = Scene::synced("interrupt", 32 * MIB);
     scene.change(2048);
     let mut process = scene.sync(&["--bwlimit", "2M"]).start();
-    std::thread::sleep(Duration::from_millis(1500));
+    process.wait_to_say("bytes_done");
     process.signal(Signal::INT);
     let output = process.output(Duration::from_secs(20));
     assert_eq!(output.status.code(), Some(130), "{output}");

@@ -12,7 +12,7 @@ use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::{fingerprints, number, restamp};
-use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds, skipped};
+use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds, skipped, until};
 
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -382,8 +382,9 @@ fn what_is_no_replica_is_not_verified() {
     assert!(!swapped.stderr.contains("--adopt"), "{swapped}");
     std::fs::remove_file(&scene.replica).expect("a file");
     // One that is incomplete.
-    let mut process = scene.sync(&["--bwlimit", "20K"]).start();
-    std::thread::sleep(Duration::from_millis(1500));
+    scene.fill();
+    let mut process = scene.sync(&["--bwlimit", "1M"]).start();
+    process.wait_to_say("bytes_done");
     process.kill();
     verify(&scene, &[]).code(4).says(&["vm.raw", "sync"]);
     scene.sync(&[]).ok();
@@ -470,11 +471,9 @@ fn a_repair_by_reflink_that_is_killed_is_completed() {
         let slowly = ["--repair", "--commit", "reflink", "--bwlimit", "4M"];
         let mut repair = verify(&scene, &slowly).start();
         let partial = place.join("vm.raw.partial");
-        let until = Instant::now() + Duration::from_secs(60);
-        while !partial.exists() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        std::thread::sleep(Duration::from_millis(if in_the_clone { 3000 } else { 300 }));
+        until("the clone is made", || partial.exists());
+        let is_begun = || image::first_difference(&partial, &scene.replica).is_some_and(|at| at < 32 * MIB);
+        until("it is repaired", || !in_the_clone || is_begun());
         repair.kill();
         assert!(partial.exists(), "it was not cut off");
         scene.sync(&[]).code(4).says(&["was modified outside dsync", "dsync verify --repair"]);
