@@ -1,7 +1,9 @@
 //! What dsync must refuse: each with a message that names the thing, the place and the way out, with the right exit
 //! code, and with the destination left as it was.
 
+use std::fs::Permissions;
 use std::io::Read as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -9,6 +11,7 @@ use dsync_tests::far::Far;
 use dsync_tests::image;
 use dsync_tests::mount::{self, Loop, Mount};
 use dsync_tests::scene::{fingerprints, number};
+use dsync_tests::site::binary;
 use dsync_tests::{Background, Output, Random, Run, Scene, Server, Site, need, need_root, rounds, skipped};
 
 const MIB: u64 = 1 << 20;
@@ -871,6 +874,24 @@ fn what_is_no_replica_is_not_half_promoted() {
     for path in [pipe, slash, scene.site.path("absent.raw")] {
         let refused = scene.site.dsync(["promote", "--force"]).arg(&path).output();
         assert!(!refused.status.success() && !refused.stderr.contains("is not complete"), "{refused}");
+    }
+}
+
+/// A user who may not look at a replica is not told that its promotion was begun.
+#[test]
+fn what_a_user_may_not_open_is_not_half_promoted() {
+    if !need_root("a promotion by an ordinary user") {
+        return;
+    }
+    let scene = Scene::synced_in_memory("no promotion by a user", MIB);
+    let replica = &scene.replica;
+    for (mode, path) in [(0o700, replica), (0o700, &scene.site.path("absent.raw")), (0o755, replica)] {
+        std::fs::set_permissions(scene.site.dir(), Permissions::from_mode(mode)).expect("a folder");
+        let user = scene.site.run("setpriv".as_ref()).args(["--reuid=65534", "--clear-groups"]).arg(binary());
+        let user = user.env("DSYNC_STATE_DIR", "/nonexistent");
+        let refused = user.args(["promote", "--force"]).arg(path).code(1);
+        refused.says(&["was not promoted: it is a replica as before", "Permission denied"]);
+        assert!(!refused.stderr.contains("is not complete"), "{refused}");
     }
 }
 
