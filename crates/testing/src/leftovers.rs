@@ -72,6 +72,7 @@ pub(crate) fn remove(place: &Path) {
     ONCE.call_once(|| {
         processes();
         mounts();
+        mapped();
         loops();
         // A run of the suite may have a temporary folder of its own.
         for place in
@@ -102,6 +103,16 @@ fn mounts() {
         let place = mount.split(' ').nth(1).unwrap_or_default();
         if is_left(place) {
             run("umount", ["--lazy", place]);
+        }
+    }
+}
+
+/// Devices of the device mapper, which lie on loop devices.
+fn mapped() {
+    for device in fs::read_dir("/dev/mapper").into_iter().flatten().flatten() {
+        let name = device.file_name();
+        if name.to_str().is_some_and(|name| name.starts_with(NAME) && is_left(name)) {
+            run("dmsetup", ["remove".as_ref(), "--retry".as_ref(), name.as_os_str()]);
         }
     }
 }
@@ -160,10 +171,14 @@ mod tests {
         fs::write(&image, vec![0; 1 << 20]).unwrap();
         let attached = run("losetup", ["--find".as_ref(), "--show".as_ref(), image.as_os_str()]);
         let mounted = run("mount", ["-t", "tmpfs", "none", left.join("state").to_str().unwrap()]);
+        let pins = Path::new(BPFFS).join(gone());
+        let pinned = fs::create_dir_all(pins.join("7:0")).is_ok();
         processes();
         mounts();
         loops();
         folders(place.path());
+        folders(Path::new(BPFFS));
+        assert!(!pinned || !pins.exists(), "a pin is left");
         assert!(!process.wait().unwrap().success());
         assert!(!left.exists() && kept.exists());
         if let Some(device) = attached {

@@ -45,7 +45,7 @@ impl Disk {
 
     fn mapped(scene: &Scene) -> Option<Disk> {
         let device = Loop::new(&scene.site.image("device.img", SIZE))?;
-        let name = format!("dsync-test-{}", std::process::id());
+        let name = format!("{}linear", testing::leftovers::name());
         let table = format!("0 {} linear {} 0", SIZE / 512, device.device().display());
         let made = Run::new("dmsetup").args(["create", "--verifyudev", &name, "--table", &table]).output();
         let place = PathBuf::from(format!("/dev/mapper/{name}"));
