@@ -592,6 +592,11 @@ mod tests {
             &format!("{MIRROR}help = yes\n"),
             "vm.conf:7: unknown key \"help\" of a job for mirror: \"dsync mirror --help\" lists the options",
         );
+        let sync = "command = sync\nsource = a\ndestination = b\n";
+        for consent in ["accept-source", "discard-there", "save-there"] {
+            let said = line(&format!("{sync}{consent} = yes\n"), &[]).unwrap_err();
+            assert!(said.contains("which is said on a command line") && said.contains(consent), "{said}");
+        }
         wrong(&format!("{MIRROR}rpo = 1s\n"), "vm.conf:7: rpo is set twice, first in line 6");
         wrong(
             &format!("{MIRROR}connections = 1\nlanes = 1\n"),
