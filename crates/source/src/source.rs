@@ -27,7 +27,7 @@ use crate::record::bookmarks::{Bookmarks, Reached};
 use crate::record::history::{History, KnownPosition};
 use crate::record::lives::{self, BatchNumbers};
 use crate::record::stamp::{
-    FOREIGN, FileMark, ImageStamp, LastWrite, REPLACED, StampVerdict, UNNAMED, UNRECORDED,
+    COPIED, FOREIGN, FileMark, ImageStamp, LastWrite, REPLACED, StampVerdict, UNNAMED, UNRECORDED,
 };
 use crate::record::state::{SourceMetadata, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
@@ -479,6 +479,9 @@ impl Source {
             (None, Some(stamp)) if boot.life(&stamp.boot) != Life::This && !backing.is_named() => {
                 StampVerdict::Lost(UNNAMED.into())
             }
+            (None, Some(stamp)) if identity.is_block() && stamp.is_copied(folder) => {
+                StampVerdict::Lost(COPIED.into())
+            }
             (None, Some(stamp)) => stamp.verdict(identity, &boot, last_write, trust_device),
         };
         // Which content it is, is another question than what is known of its changes.
@@ -607,6 +610,7 @@ impl Source {
             cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
             of_machine: options.at_rest == AtRest::OfMachine || closed.as_ref().is_some_and(|c| c.of_machine),
             file: backing.elsewhere().and_then(|_| FileMark::next(before, &identity.path)),
+            born: None,
         };
         let settings = options.settings(about.block_size, lost.is_some(), backing.clock());
         let (trusted, power_lost) = verdict.trusted(spared);

@@ -154,7 +154,9 @@ fn a_restored_state_is_not_believed() {
         Run::new("cp").arg("-a").args([&kept, &state]).ok();
         if !counted {
             forget_counts(&state);
-            disk.site.sync(disk.path(), &one, TRUST).code(4).says(&["its state was restored from a copy"]);
+            // No replica has told yet, and the user vouches for the device alone.
+            assert_ne!(disk.sync(&other), "\"tracked\"");
+            disk.site.sync(disk.path(), &one, TRUST).code(4).says(&["has diverged", "goes on from epoch"]);
         }
         assert_ne!(disk.sync(&other), "\"tracked\"");
         assert_eq!(disk.sync(&other), "\"tracked\"");

@@ -39,7 +39,7 @@
 
 use std::path::Path;
 
-use device::{Boot, DiskKind, Folder, Identity, Life, WriteCounts};
+use device::{Boot, DiskKind, Folder, Identity, Life, StateFile, WriteCounts};
 use serde::{Deserialize, Serialize};
 use trackers::TrackedDisk;
 
@@ -87,6 +87,9 @@ pub(crate) struct ImageStamp {
     /// The file at the source's path, where a moment of it was read elsewhere: then the identity is not that of the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<FileMark>,
+    /// When the file of this stamp was made, in nanoseconds since 1970, as far as its file system tells: in another one it is a copy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub born: Option<i64>,
 }
 
 /// Which file is at a path, and when it was written to last.
@@ -181,6 +184,8 @@ pub(crate) const UNNAMED: &str = "the machine was started, or the device attache
 pub(crate) const UNRECORDED: &str = "it is behind an NBD server, where nobody records writes";
 /// The loss where the kernel has counted writes since: of others, or of dsync with a later state than this one, which is a copy.
 const UNSERVED: &str = "the block device was written to after this state of it was saved";
+/// The loss of a device, about which only its user would know.
+pub(crate) const COPIED: &str = "its state was copied or restored from a copy, and nothing shows what was written to the block device since";
 /// The loss after a write that bypassed the server.
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
 /// The loss if the image is older than its history.
@@ -280,7 +285,18 @@ impl ImageStamp {
     }
 
     fn store(&self, folder: &dyn Folder) -> Result<(), SourceError> {
-        crate::record::json::write_json(folder, NAME, self)
+        let stored = |file: &dyn StateFile| {
+            let stamp = ImageStamp { born: file.born_ns(), ..self.clone() };
+            serde_json::to_vec_pretty(&stamp).map_err(std::io::Error::from)
+        };
+        let failed = SourceError::state("write a stamp in", folder.path());
+        device::replace_with(folder, NAME, stored).map_err(failed)
+    }
+
+    /// True of one that was copied, or restored from a copy, with the state that it is in: what was written since is in none of that.
+    pub(crate) fn is_copied(&self, folder: &dyn Folder) -> bool {
+        let is = folder.open(NAME, false).ok().and_then(|file| file.born_ns());
+        self.born.zip(is).is_some_and(|(was, is)| was != is)
     }
 
     /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
@@ -436,6 +452,7 @@ mod tests {
             cloned: false,
             of_machine: false,
             file: None,
+            born: None,
         }
     }
 
