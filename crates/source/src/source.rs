@@ -1086,7 +1086,7 @@ impl Source {
         let (boot, wrote) = (self.backing.boot(), self.disk.last_write());
         let other = || epochs.stamp.other(&identity, &boot, wrote).unwrap_or(REPLACED.into());
         // One that was made smaller while it was open is asked about at the next opening.
-        let opened = self.disk.len();
+        let opened = epochs.stamp.identity.size;
         let shrank = !identity.is_block() && self.about.format.is_raw() && opened > identity.size;
         let larger = epochs.stamp.larger.or(Some(opened).filter(|_| shrank && !replaced));
         let unrecorded = self.outside().as_ref().and_then(Outside::unrecorded);
@@ -1299,7 +1299,8 @@ fn tend(
         if let Some(opened) = opened.filter(|_| sized.elapsed() >= LOOK_AT_SIZE) {
             sized = Instant::now();
             let now = backing.identity().ok().filter(|now| now.same_object(opened));
-            now.iter().for_each(|now| disk.ends_at(now.size));
+            let end = now.map(|now| if now.size < opened.size { now.size } else { u64::MAX });
+            end.into_iter().for_each(|end| disk.ends_at(end));
         }
         spare = spare && disk.prepare().is_ok();
         if swept.elapsed() >= every && !stop.load(SeqCst) {
