@@ -492,7 +492,7 @@ impl Source {
                 } else {
                     Some(identity.clone())
                 };
-                let other = there.and_then(|there| stamp.other(&there, &boot, served.last()));
+                let other = there.and_then(|there| stamp.other(&there, &boot, served.last(), served.seen()));
                 StampVerdict::Lost(other.unwrap_or(why))
             }
             (verdict, _) => verdict,
@@ -606,6 +606,7 @@ impl Source {
             written: None,
             marked: None,
             durable: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable),
+            durable_content: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable_content),
             served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
             cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
             of_machine: options.at_rest == AtRest::OfMachine || closed.as_ref().is_some_and(|c| c.of_machine),
@@ -818,6 +819,20 @@ impl Source {
             std::thread::sleep(Duration::from_nanos(apart + clock.tick()));
             look()?;
         }
+        self.look_for_other(epochs)
+    }
+
+    /// Others have changed it, perhaps to what it was before: then it leaves the way on which its replicas are.
+    fn look_for_other(&self, epochs: &mut Epochs) -> Result<(), SourceError> {
+        let is_known = matches!(epochs.stamp.lost, Some(Gap::OtherContent(_)));
+        if is_known || self.disk.foreign().is_none() {
+            return Ok(());
+        }
+        let (now, boot) = (self.backing.identity()?, self.backing.boot());
+        let Some(other) = epochs.stamp.other(&now, &boot, self.disk.last_write(), 0) else { return Ok(()) };
+        epochs.stamp.lost = Some(other.clone());
+        epochs.stamp.write(&*self.folder, lives::leave)?;
+        self.lost.lock().unwrap_or_else(|e| e.into_inner()).0 = Some(other);
         Ok(())
     }
 
@@ -866,10 +881,10 @@ impl Source {
                 let epoch = Epoch { number: frozen.number, id: Uuid::new_v4() };
                 let (blocks, changes) = (self.about.block_size, &frozen.changes);
                 let mut outside = self.outside().take();
-                let settled = self.backing.durable_time().and_then(|durable| {
+                let settled = self.backing.durable_times().and_then(|(changed, content)| {
                     outside.as_mut().map_or(Ok(()), |outside| outside.keep(epoch, &*self.backing))?;
                     epochs.history.append(epoch, lost.clone(), size, blocks, changes)?;
-                    epochs.stamp.durable = durable;
+                    (epochs.stamp.durable, epochs.stamp.durable_content) = (changed, content);
                     // The gap is in the history. And a history that ends before this epoch is not trusted any more:
                     // soon no record has what it lacks.
                     let mut gap = self.lost.lock().unwrap_or_else(|e| e.into_inner());
@@ -1078,13 +1093,13 @@ impl Source {
         self.disk.close()?;
         let identity = settled(&*self.backing)?;
         // After a power cut the image must not be older than its stamp.
-        self.backing.durable_time()?;
+        self.backing.durable_times()?;
         self.disk.look(|| changed(&identity))?;
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
         let doubted = self.lost().filter(|_| !epochs.spared);
         let (boot, wrote) = (self.backing.boot(), self.disk.last_write());
-        let other = || epochs.stamp.other(&identity, &boot, wrote).unwrap_or(REPLACED.into());
+        let other = || epochs.stamp.other(&identity, &boot, wrote, 0).unwrap_or(REPLACED.into());
         // One that was made smaller while it was open is asked about at the next opening.
         let opened = epochs.stamp.identity.size;
         let shrank = !identity.is_block() && self.about.format.is_raw() && opened > identity.size;

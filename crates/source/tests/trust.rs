@@ -458,8 +458,9 @@ impl Backing for Machine {
     fn is_named(&self) -> bool {
         self.named
     }
-    fn durable_time(&self) -> Result<i64, SourceError> {
-        Ok(self.identity()?.ctime_ns)
+    fn durable_times(&self) -> Result<(i64, i64), SourceError> {
+        let now = self.identity()?;
+        Ok((now.ctime_ns, now.mtime_ns))
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         Ok(device::open(&self.image, &device::DiskOptions::default())?)

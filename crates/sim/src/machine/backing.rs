@@ -79,14 +79,14 @@ impl Backing for SimBacking {
         self.process.host.clock()
     }
 
-    fn durable_time(&self) -> Result<i64, SourceError> {
+    fn durable_times(&self) -> Result<(i64, i64), SourceError> {
         let number = self.find()?;
         let host = &self.process.host;
         host.call(&self.process, Call::Sync, |state| {
             let inode = state.files.inode(number)?;
             let time = if inode.is_device { 0 } else { inode.time };
             crate::machine::files::sync(state, number, true)?;
-            Ok(time)
+            Ok((time, time))
         })
         .map_err(|error| self.failed(error))
     }

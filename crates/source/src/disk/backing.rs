@@ -44,10 +44,10 @@ pub trait Backing: Send + Sync {
     fn is_named(&self) -> bool {
         true
     }
-    /// Makes a file durable with its times, and returns the time of change that it had before, in nanoseconds since 1970; 0 where there
-    /// is none.
-    fn durable_time(&self) -> Result<i64, SourceError> {
-        Ok(0)
+    /// Makes a file durable with its times, and returns the time of change that it had before, and that of its content, in nanoseconds since 1970; 0
+    /// where there is none.
+    fn durable_times(&self) -> Result<(i64, i64), SourceError> {
+        Ok((0, 0))
     }
     /// True if it is a clone of the source's image, which is one moment of that.
     fn is_clone(&self) -> bool {
@@ -165,16 +165,16 @@ impl Backing for PathBacking {
         let now = self.identity().ok().filter(Identity::is_block)?;
         WriteCounts::of(now.dev)
     }
-    fn durable_time(&self) -> Result<i64, SourceError> {
+    fn durable_times(&self) -> Result<(i64, i64), SourceError> {
         let now = self.identity()?;
         if now.is_block() {
-            return Ok(0);
+            return Ok((0, 0));
         }
         // A flush of the content alone may leave the times behind.
         #[allow(clippy::disallowed_methods, reason = "the image, which its user names")]
         let synced = File::open(&now.path).and_then(|file| file.sync_all());
         synced.map_err(SourceError::state("flush", &now.path))?;
-        Ok(now.ctime_ns)
+        Ok((now.ctime_ns, now.mtime_ns))
     }
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         let known = self.known();

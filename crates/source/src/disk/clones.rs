@@ -474,9 +474,9 @@ impl Backing for CloneBacking {
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         open_disk(&self.file, &self.path)
     }
-    fn durable_time(&self) -> Result<i64, SourceError> {
+    fn durable_times(&self) -> Result<(i64, i64), SourceError> {
         // The image was made durable with it.
-        Ok(self.image.ctime_ns)
+        Ok((self.image.ctime_ns, self.image.mtime_ns))
     }
     fn is_clone(&self) -> bool {
         true

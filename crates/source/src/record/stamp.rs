@@ -76,6 +76,9 @@ pub(crate) struct ImageStamp {
     /// none that is earlier. 0 where that is not known.
     #[serde(default, skip_serializing_if = "is_unknown")]
     pub durable: i64,
+    /// The time of its content then, which was durable with it: only others set it back. 0 where that is not known.
+    #[serde(default, skip_serializing_if = "is_unknown")]
+    pub durable_content: i64,
     /// It was served once: it is a disk in use, and no dump that is made anew now and then.
     pub served: bool,
     /// It is tracked by clones, which makes it a disk in use as well.
@@ -104,6 +107,8 @@ pub(crate) struct FileMark {
     boot: String,
 }
 
+/// Some file systems tell no more of a time.
+const A_SECOND: i64 = 1_000_000_000;
 /// A file system may keep times in memory for as long, which a power cut takes with it (`lazytime`).
 const IN_MEMORY_NS: i64 = 24 * 3600 * 1_000_000_000;
 
@@ -300,8 +305,9 @@ impl ImageStamp {
     }
 
     /// What there is to say of the file of a disk in use whose times show that its content is not what this record ends with. `wrote`: when it
-    /// was written to last through its server, in nanoseconds since 1970. Of a device nothing tells.
-    pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64) -> Option<Gap> {
+    /// was written to last through its server, in nanoseconds since 1970; `seen`: its time of change when it was looked at last, 0 if it never was. Of a
+    /// device nothing tells.
+    pub(crate) fn other(&self, now: &Identity, boot: &Boot, wrote: u64, seen: u64) -> Option<Gap> {
         // Until its user has said that it is wanted.
         if let Some(other @ Gap::OtherContent(_)) = &self.lost {
             return Some(other.clone());
@@ -326,11 +332,16 @@ impl ImageStamp {
             false => {
                 let set_back = now.ctime_ns < self.durable && wrote as i64 >= self.durable;
                 let recorded = then.mtime_ns.max(wrote as i64);
+                // Own writes bear their time, also where the clock was set back: what is older than the last of them is not own.
+                let before_own = |time: i64, known: i64| {
+                    known != 0 && time.saturating_add(A_SECOND) < if wrote == 0 { known } else { known.min(wrote as i64) }
+                };
+                let is_restored = before_own(now.mtime_ns, self.durable_content);
                 let before = match boot.life(&self.boot) {
-                    Life::This => now.mtime_ns < then.mtime_ns,
+                    Life::This => now.mtime_ns < then.mtime_ns || before_own(now.ctime_ns, seen as i64),
                     _ => now.mtime_ns.saturating_add(IN_MEMORY_NS) < recorded,
                 };
-                (recorded, set_back || before)
+                (recorded, set_back || before || is_restored)
             }
         };
         // A copy that took its times along has what it had.
@@ -448,6 +459,7 @@ mod tests {
             written: None,
             marked: None,
             durable: 0,
+            durable_content: 0,
             served: true,
             cloned: false,
             of_machine: false,
@@ -551,7 +563,7 @@ mod tests {
         let at = |time| Identity { mtime_ns: time, ctime_ns: time, ..now.clone() };
         let moved = |time| Identity { ino: now.ino + 1, born_ns: None, ..at(time) };
         for clean in [true, false] {
-            let other = |then: &Identity| stamp(clean, then).other(&now, &boot, then.ctime_ns as u64);
+            let other = |then: &Identity| stamp(clean, then).other(&now, &boot, then.ctime_ns as u64, 0);
             // What was written since, and what was copied with its times.
             assert_eq!(other(&at(stamped)), None, "{clean}");
             assert_eq!(other(&at(stamped - hour)), None, "{clean}");
@@ -566,31 +578,43 @@ mod tests {
             // What dsync has put there may be another file, and is no older one.
             for (then, is_older) in [(moved(stamped - hour), false), (at(stamped + hour), true)] {
                 let replica = ImageStamp { lost: Some(Gap::AsReplica), ..stamp(clean, &then) };
-                assert_eq!(replica.other(&now, &boot, 0).is_some(), is_older);
+                assert_eq!(replica.other(&now, &boot, 0, 0).is_some(), is_older);
             }
             for then in [at(stamped + 3 * hour), moved(stamped + 3 * hour)] {
                 let why = other(&then).unwrap();
                 assert!(why.to_string().contains("3 h before what was recorded"), "{why}");
                 // Whether or not its changes are known.
                 let lost = Some(Gap::Damaged);
-                assert!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0).is_some());
+                assert!(ImageStamp { lost, ..stamp(clean, &then) }.other(&now, &boot, 0, 0).is_some());
                 // Read from an export meanwhile.
                 let export = Identity { kind: DiskKind::Export, ..then.clone() };
                 assert_eq!(other(&export), None);
                 // A dump.
-                assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0), None);
+                assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0, 0), None);
             }
         }
         // A clock that was set back while the disk was served.
         let ahead = Identity { ctime_ns: stamped + hour, ..now.clone() };
-        assert_eq!(stamp(false, &ahead).other(&now, &boot, stamped as u64), None);
+        assert_eq!(stamp(false, &ahead).other(&now, &boot, stamped as u64, 0), None);
         // Times that were not durable yet when the power went.
         let later = Boot { id: "another".into(), began: u64::MAX };
         let opened = ImageStamp { durable: stamped, ..stamp(false, &at(stamped + hour)) };
-        assert_eq!(opened.other(&now, &later, (stamped + hour) as u64), None);
-        assert!(opened.other(&now, &boot, (stamped + hour) as u64).is_some());
+        assert_eq!(opened.other(&now, &later, (stamped + hour) as u64, 0), None);
+        assert!(opened.other(&now, &boot, (stamped + hour) as u64, 0).is_some());
+        // Its content is older than at the last epoch, whatever a power cut has taken, and then than the last own write.
+        let ended = ImageStamp { durable_content: stamped + 2 * hour, ..opened.clone() };
+        for boot in [&boot, &later] {
+            let ended = ImageStamp { identity: at(stamped), ..ended.clone() };
+            assert!(ended.other(&now, boot, (stamped + 3 * hour) as u64, 0).is_some());
+            assert_eq!(ended.other(&now, boot, stamped as u64, 0), None, "the clock was set back");
+        }
+        // So is one that was seen with a later time.
+        let seen = (stamped + hour) as u64;
+        let opened_then = ImageStamp { durable: 0, ..stamp(false, &at(stamped)) };
+        assert!(opened_then.other(&now, &boot, seen, seen).is_some());
+        assert_eq!(opened_then.other(&now, &later, seen, seen), None);
         // Older than a power cut makes it.
-        assert!(opened.other(&now, &later, (stamped + 25 * hour) as u64).is_some());
+        assert!(opened.other(&now, &later, (stamped + 25 * hour) as u64, 0).is_some());
     }
 
     /// After a power cut nothing of the new boot is an own write, however late the note of the last one may be.
