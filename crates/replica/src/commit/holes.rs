@@ -34,6 +34,8 @@ pub(crate) struct Holes {
     known: u64,
     /// Nothing between the records is filled.
     scattered: bool,
+    /// What seems to be a hole may have been reserved before, for a batch that was confirmed and is not written yet: nothing is given back.
+    keeps: bool,
     /// From where the next run of data was looked for, and where it is.
     looked: u64,
     data: Range<u64>,
@@ -43,7 +45,12 @@ pub(crate) struct Holes {
 
 impl Holes {
     fn new(disk: Arc<dyn Disk>) -> Holes {
-        Holes { disk, known: 0, scattered: false, looked: u64::MAX, data: 0..0, found: Vec::new() }
+        Holes { disk, known: 0, scattered: false, keeps: false, looked: u64::MAX, data: 0..0, found: Vec::new() }
+    }
+
+    /// For what was promised before.
+    pub(crate) fn keeping(self) -> Holes {
+        Holes { keeps: true, ..self }
     }
 
     /// Bytes of all holes.
@@ -79,7 +86,7 @@ impl Holes {
         Ok(())
     }
 
-    /// Reserves the holes, all or none. Returns how many bytes they take where there was no room.
+    /// Reserves the holes. Returns how many bytes they take where there was no room; then it has given back what it reserved.
     fn reserve(self) -> io::Result<Option<u64>> {
         // What was a hole when its frame passed may have been written since.
         let mut now = Holes { known: self.known, ..Holes::new(self.disk.clone()) };
@@ -88,8 +95,10 @@ impl Holes {
         for (count, range) in now.found.iter().enumerate() {
             match now.disk.reserve(range.start, range.end - range.start) {
                 Err(e) if is_full(&e) => {
-                    // Of the last one a part may be there.
-                    give_back(&*now.disk, &now.found[..=count])?;
+                    if !self.keeps {
+                        // Of the last one a part may be there.
+                        give_back(&*now.disk, &now.found[..=count])?;
+                    }
                     return Ok(Some(needed));
                 }
                 other => other?,

@@ -5,6 +5,7 @@ mod table;
 use delta::{Header, Method};
 use uuid::Uuid;
 
+use crate::commit::holes::Holes;
 use crate::error::{INTERRUPTED, ReplicaError, Result, SAFE, io_error};
 use crate::journal::last_writes::LastWrites;
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
@@ -520,12 +521,11 @@ impl Replica {
         self.redo(&[contents])
     }
 
-    /// Merges what was sealed, as far as there is room. All that was ever confirmed had its room before.
-    fn merge_sealed(&mut self, mut deltas: Vec<Contents>) -> Result<()> {
-        while let Some(first) = self.first_without_room(&deltas)? {
-            deltas.truncate(first);
-        }
-        // A process that was killed may not have synced what it appended last; what was never confirmed may be too long.
+    /// Merges what was sealed, all of it: nothing tells which of its batches were confirmed, and some may be half merged. Where there is no room for
+    /// that, the journal stays, and the replica is not opened until there is.
+    fn merge_sealed(&mut self, deltas: Vec<Contents>) -> Result<()> {
+        self.ask_for_room(&deltas)?;
+        // A process that was killed may not have synced what it appended last; what is not whole was never confirmed.
         let end = deltas.last().map_or(0, |last| last.start + last.bytes);
         // Its time says when it arrived, and is left alone where nothing is cut off.
         self.note_arrival(WHOLE);
@@ -540,19 +540,18 @@ impl Replica {
         self.redo(&deltas)
     }
 
-    /// The first delta of a journal for which there is no room. If the very first lacks it, the merge will say so. A batch that was confirmed had
-    /// room for all that it writes. Only a later one of the journal can have trimmed some of that since, and is then the one that counts there; and
-    /// what lies between the blocks that are left of it is not filled. So whatever lacks room was never confirmed.
-    fn first_without_room(&mut self, deltas: &[Contents]) -> Result<Option<usize>> {
+    /// Has readers make room for what is to be merged. If there is none all the same, the merge says so, as far as it comes: what was confirmed had its
+    /// room, but for what a later batch has trimmed, which is then the one that counts there.
+    fn ask_for_room(&mut self, deltas: &[Contents]) -> Result<()> {
         let last = LastWrites::of(self.state(), WHOLE, deltas)?;
         for (number, contents) in deltas.iter().enumerate() {
             let holes = self.holes_of_one(WHOLE, contents, number, last.as_ref())?;
-            match self.make_room(holes, true, SAFE) {
-                Err(ReplicaError::Full { .. }) => return Ok((number > 0).then_some(number)),
+            match self.make_room(holes.map(Holes::keeping), true, SAFE) {
+                Err(ReplicaError::Full { .. }) => {}
                 made => made?,
             }
         }
-        Ok(None)
+        Ok(())
     }
 
     /// Merges a whole journal that a crash left.

@@ -1061,6 +1061,71 @@ fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
     assert!(half.iter().all(|times| *times > 2) && renamed > 0, "{half:?} {renamed}");
 }
 
+/// A batch is confirmed and not written yet, and another lies whole behind it; the process is killed, and others fill the file system. Nothing tells
+/// which of them was confirmed: none is left off, and both are merged once there is room.
+#[test]
+fn what_may_be_confirmed_waits_for_room() {
+    let _alone = alone();
+    let temp = on_disk();
+    let Some((_mount, place)) = mounted("ext4", temp.path()) else {
+        return skipped("batches on a full file system", "ext4 or mounting needs root");
+    };
+    let path = place.join("vm.raw");
+    let mut source = Source::new(5, &[1600; 4]);
+    let changed: [std::ops::Range<u64>; 4] = [0..20, 0..1, 200..456, 200..1400];
+    let mut image = vec![0; (1600 * BLOCK) as usize];
+    for (at, blocks) in changed.iter().enumerate() {
+        let byte = 0xa0 + at as u8;
+        image[(blocks.start * BLOCK) as usize..(blocks.end * BLOCK) as usize].fill(byte);
+        source.images[at] = image.clone();
+    }
+    let mut replica = open(&path).unwrap();
+    merge(&mut replica, &source.seed(0), CommitMode::Journal).unwrap();
+    let mut nonce = replica.status().nonce;
+    let (mut log, mut running) = replica.batches().unwrap();
+    for (to, blocks) in changed.iter().enumerate().skip(1) {
+        let header = delta::Header {
+            chain: vec![source.epochs[0]],
+            binds: Some(nonce),
+            batch: true,
+            ..source.header(to - 1, to, delta::Method::Tracked)
+        };
+        nonce = header.stream;
+        let bytes = source.encode_in(&header, to, &blocks.clone().collect(), 128);
+        if to == 3 {
+            let mut units = delta::Units::new(&bytes[..]);
+            while let Some(unit) = units.next().unwrap() {
+                log.unit(&unit).unwrap();
+            }
+            log.end().unwrap();
+            break;
+        }
+        batches::send(&mut log, &mut running, &bytes, nonce).unwrap();
+        if to == 1 {
+            running.apply().unwrap();
+        }
+    }
+    drop((log, running));
+    drop(replica);
+    let full = place.join("filler");
+    let filler = filled(&full);
+    let refused = open(&path).map(|replica| replica.status().clone());
+    assert!(matches!(&refused, Err(error) if error.to_string().contains("no space left")), "{refused:?}");
+    drop(filler);
+    std::fs::remove_file(full).unwrap();
+    assert_eq!(open(&path).unwrap().status().nonce, nonce);
+    assert!(std::fs::read(&path).unwrap() == source.images[3], "a batch is missing");
+}
+
+/// A file that takes all there is.
+fn filled(path: &Path) -> std::fs::File {
+    let mut filler = std::fs::File::create(path).unwrap();
+    for len in [1 << 20, 4096, 1] {
+        while std::io::Write::write_all(&mut filler, &vec![1u8; len]).is_ok() {}
+    }
+    filler
+}
+
 /// A batch writes into a hole and the next one trims it, or every other block of it; the process is killed, and others fill the file system. What
 /// was confirmed is merged all the same.
 #[test]
@@ -1112,10 +1177,7 @@ fn confirmed_and_trimmed(place: &Path, every: usize) {
     drop((log, running));
     drop(replica);
     let full = place.join("filler");
-    let mut filler = std::fs::File::create(&full).unwrap();
-    for len in [1 << 20, 4096, 1] {
-        while std::io::Write::write_all(&mut filler, &vec![1u8; len]).is_ok() {}
-    }
+    let filler = filled(&full);
     let replica = open(&path).unwrap();
     assert_eq!(replica.status().nonce, nonce, "{:?}", replica.status());
     assert!(std::fs::read(&path).unwrap() == source.images[3], "not the last batch that was confirmed");
