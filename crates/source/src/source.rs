@@ -78,8 +78,9 @@ pub enum AtRest {
     NotNeeded,
     /// Nothing may write to it, also if it is tracked by clones: what is written after a clone would be in no sync.
     Needed,
-    /// It is a disk of a VM that is off, or whose moment is read elsewhere. An older content of such a disk is a backup.
-    OfMachine,
+    /// It is at rest, and a disk in use otherwise: of a VM that is off, or whose moment is read elsewhere, or one that takes over. An older content of
+    /// such a disk is a backup.
+    InUse,
 }
 
 impl Default for SourceOptions {
@@ -606,10 +607,13 @@ impl Source {
             written: None,
             marked: None,
             durable: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable),
-            durable_content: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable_content),
+            durable_content: closed
+                .as_ref()
+                .filter(|_| lost.is_none() || spared)
+                .map_or(0, |c| c.durable_content),
             served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
             cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
-            of_machine: options.at_rest == AtRest::OfMachine || closed.as_ref().is_some_and(|c| c.of_machine),
+            in_use: options.at_rest == AtRest::InUse || closed.as_ref().is_some_and(|c| c.in_use),
             file: backing.elsewhere().and_then(|_| FileMark::next(before, &identity.path)),
             born: None,
         };

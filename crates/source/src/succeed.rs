@@ -20,7 +20,7 @@ use crate::record::history::History;
 use crate::record::history::trail::Trail;
 use crate::record::stamp::StampVerdict;
 use crate::record::state::{ABOUT, SourceMetadata, StateDir, write_about};
-use crate::source::{Parts, Source, SourceOptions};
+use crate::source::{AtRest, Parts, Source, SourceOptions};
 
 /// What a replica takes over from its source.
 #[derive(Debug)]
@@ -48,13 +48,19 @@ pub struct Succession {
 }
 
 impl Succession {
+    /// The life that began with the promotion.
+    fn promotion(&self) -> Option<Uuid> {
+        self.lives.lives().first().map(|promotion| promotion.life)
+    }
+
     /// True if this is the source that it makes, made to the end: the promotion is the last that led to it. What its history still
     /// knows does not tell.
     #[doc(hidden)]
     pub fn is_done(&self, about: &SourceMetadata) -> bool {
-        let promotion = self.lives.lives().first();
+        let promotion = self.promotion();
         (about.uuid, about.term) == (self.uuid, self.term)
-            && promotion.is_some_and(|promotion| about.lives.left(promotion.life).is_some())
+            && promotion.is_some()
+            && about.promotion == promotion
     }
 }
 
@@ -141,6 +147,7 @@ pub fn succeed_in(
         began: Some(base),
         gave_up: succession.gave_up,
         format: succession.format,
+        promotion: succession.promotion(),
         lives: succession.lives.clone(),
         ..SourceMetadata::new(uuid, identity.clone(), block_size)
     };
@@ -157,7 +164,8 @@ pub fn succeed_in(
         history,
         identity,
     };
-    let options = SourceOptions { read_only: true, ..SourceOptions::default() };
+    // Whether it was served or not, an older content of it is a backup.
+    let options = SourceOptions { read_only: true, at_rest: AtRest::InUse, ..SourceOptions::default() };
     // The replica was just seen to be what its lineage says, and is held.
     let found = (StampVerdict::Trusted { power_lost: false }, 0, None);
     Source::begin(parts, found, &options)?.close()?;

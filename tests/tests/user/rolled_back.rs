@@ -638,3 +638,68 @@ fn what_dsync_sets_back_overwrites_no_newer_replica() {
         image::assert_equal(from, &newer);
     }
 }
+
+/// A disk that took over is in use, served or not; and to ask for its promotion again changes nothing.
+#[test]
+fn a_backup_in_the_place_of_a_disk_that_took_over_is_refused() {
+    for served in [false, true] {
+        let mut random = Random::new("a backup of a disk that took over");
+        let (near, far) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+        near.sync(&far, &[]).ok();
+        let backup = backup_of(&far.disk);
+        near.write([700], &mut random);
+        near.towards(&far, &["demote"]).ok();
+        far.run(&["promote"]).ok();
+        if served {
+            far.write([701], &mut random);
+            far.site.serve(&[&far.disk], &[]).stop();
+            far.sync(&near, &[]).ok();
+        }
+        let newest = image::fingerprint(&near.disk).0;
+        put_back(&backup, &far.disk);
+        for _ in 0..2 {
+            far.sync(&near, &[]).code(4).says(&["may be the newest copy"]);
+            assert_eq!(newest, image::fingerprint(&near.disk).0);
+            far.run(&["promote"]).code(4).says(&["is a source already (term 2)"]);
+        }
+        far.sync(&near, &["--accept-source"]).ok();
+        image::assert_equal(&far.disk, &near.disk);
+    }
+}
+
+/// A backup that is copied with its times into the file of a disk, while that is served and nobody writes, or after its server was killed.
+#[test]
+fn a_backup_in_the_file_of_a_disk_that_was_not_ended_is_refused() {
+    for killed in [true, false] {
+        let mut random = Random::new("a backup in the file of a disk");
+        let (near, far) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+        let server = near.site.serve(&[&near.disk], &[]);
+        let write = |block: u64, random: &mut Random| {
+            let mut client = server.client("vm");
+            client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+            client.close().expect("the end");
+        };
+        write(1, &mut random);
+        near.sync(&far, &[]).ok();
+        let backup = backup_of(&near.disk);
+        std::thread::sleep(Duration::from_millis(1100));
+        write(2, &mut random);
+        near.sync(&far, &[]).ok();
+        let newest = image::fingerprint(&far.disk).0;
+        let running = if killed {
+            drop(server.kill());
+            None
+        } else {
+            Some(server)
+        };
+        put_back(&backup, &near.disk);
+        for options in [&[][..], &["--method", "compare"]] {
+            near.sync(&far, options).code(4).says(&["may be the newest copy"]);
+        }
+        assert_eq!(newest, image::fingerprint(&far.disk).0, "killed: {killed}");
+        drop(running);
+        near.sync(&far, &[]).code(4).says(&["may be the newest copy"]);
+        near.sync(&far, &["--accept-source"]).ok();
+        image::assert_equal(&near.disk, &far.disk);
+    }
+}

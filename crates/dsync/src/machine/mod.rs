@@ -328,7 +328,7 @@ impl<'a> Machine<'a> {
             block_size: given.block_size,
             trust_device: given.trust_device,
             allow_shrink: given.allow_shrink,
-            at_rest: AtRest::OfMachine,
+            at_rest: AtRest::InUse,
             ..options
         };
         let file = self.file(target, path)?;

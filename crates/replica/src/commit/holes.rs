@@ -45,7 +45,15 @@ pub(crate) struct Holes {
 
 impl Holes {
     fn new(disk: Arc<dyn Disk>) -> Holes {
-        Holes { disk, known: 0, scattered: false, keeps: false, looked: u64::MAX, data: 0..0, found: Vec::new() }
+        Holes {
+            disk,
+            known: 0,
+            scattered: false,
+            keeps: false,
+            looked: u64::MAX,
+            data: 0..0,
+            found: Vec::new(),
+        }
     }
 
     /// For what was promised before.

@@ -84,9 +84,9 @@ pub(crate) struct ImageStamp {
     /// It is tracked by clones, which makes it a disk in use as well.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cloned: bool,
-    /// So does this: it is a disk of a VM.
+    /// So does this: it is a disk of a VM, or took over from another one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub of_machine: bool,
+    pub in_use: bool,
     /// The file at the source's path, where a moment of it was read elsewhere: then the identity is not that of the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<FileMark>,
@@ -238,7 +238,7 @@ impl ImageStamp {
 
     /// True for a disk in use, of which no older content is taken without a word.
     pub(crate) fn is_in_use(&self) -> bool {
-        self.served || self.cloned || self.of_machine
+        self.served || self.cloned || self.in_use
     }
 
     /// Removes the stamp, which is no longer valid.
@@ -334,7 +334,9 @@ impl ImageStamp {
                 let recorded = then.mtime_ns.max(wrote as i64);
                 // Own writes bear their time, also where the clock was set back: what is older than the last of them is not own.
                 let before_own = |time: i64, known: i64| {
-                    known != 0 && time.saturating_add(A_SECOND) < if wrote == 0 { known } else { known.min(wrote as i64) }
+                    known != 0
+                        && time.saturating_add(A_SECOND)
+                            < if wrote == 0 { known } else { known.min(wrote as i64) }
                 };
                 let is_restored = before_own(now.mtime_ns, self.durable_content);
                 let before = match boot.life(&self.boot) {
@@ -462,7 +464,7 @@ mod tests {
             durable_content: 0,
             served: true,
             cloned: false,
-            of_machine: false,
+            in_use: false,
             file: None,
             born: None,
         }
@@ -590,7 +592,10 @@ mod tests {
                 let export = Identity { kind: DiskKind::Export, ..then.clone() };
                 assert_eq!(other(&export), None);
                 // A dump.
-                assert_eq!(ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0, 0), None);
+                assert_eq!(
+                    ImageStamp { served: false, ..stamp(clean, &then) }.other(&now, &boot, 0, 0),
+                    None
+                );
             }
         }
         // A clock that was set back while the disk was served.

@@ -55,6 +55,9 @@ pub struct SourceMetadata {
     /// The promotion with which that term began gave up what the source of the term before had written since.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub gave_up: bool,
+    /// The life that began with that promotion, whatever has become of the way from it since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promotion: Option<Uuid>,
     /// The lives that led to the present one, which is the first of them.
     pub lives: Lives,
 }
@@ -67,7 +70,7 @@ impl SourceMetadata {
     pub fn new(uuid: Uuid, identity: Identity, block_size: u32) -> SourceMetadata {
         let path = identity.path.clone();
         let (term, lives) = (1, Lives::first(Uuid::new_v4()));
-        let (began, gave_up) = (None, false);
+        let (began, gave_up, promotion) = (None, false, None);
         let format = Format::Raw;
         SourceMetadata {
             version: SourceMetadata::VERSION,
@@ -79,6 +82,7 @@ impl SourceMetadata {
             term,
             began,
             gave_up,
+            promotion,
             lives,
         }
     }
@@ -89,6 +93,7 @@ impl SourceMetadata {
             term: known.term,
             began: known.began,
             gave_up: known.gave_up,
+            promotion: known.promotion,
             lives: known.lives,
             ..self
         }

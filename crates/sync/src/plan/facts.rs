@@ -5,6 +5,7 @@ use std::path::Path;
 use lineage::{Branch, Lives};
 use source::{Gap, Handle, KnownPosition, Reached, SourceError, View};
 
+use crate::conflict::Conflict;
 use crate::error::SyncError;
 use crate::options::{SyncOptions, Way};
 use crate::plan::primary::two_sources;
@@ -112,17 +113,39 @@ pub(crate) fn moment<'a>(
         },
         _ => None,
     };
+    let lives = handle.lives_to(&view.epoch())?;
+    refuse_left(handle, &lives, status, options)?;
     Ok(SourceMoment {
         path: &about.path,
         source: about.uuid,
         epoch: view.epoch(),
-        lives: handle.lives_to(&view.epoch())?.since(&status.replica.role.lives),
+        lives: lives.since(&status.replica.role.lives),
         way: handle.history()?.way(status.replica.epoch.as_ref(), &view.epoch()),
         size: device::Disk::len(view),
         block_size: about.block_size,
         fill: options.fills() && handle.live().is_none(),
         changes,
     })
+}
+
+/// Refuses a source that was seen to have another content only when the moment was taken: it has left the way on which the replica is since that was
+/// allowed.
+fn refuse_left(
+    handle: &Handle,
+    lives: &Lives,
+    status: &StatusReply,
+    options: &SyncOptions,
+) -> Result<(), SyncError> {
+    let (about, replica) = (handle.about(), &status.replica);
+    let follows = replica.source == Some(about.uuid) && replica.epoch.is_some();
+    let has_left = matches!(lives.relation(&replica.role.lives), Branch::Strangers | Branch::Incomplete);
+    if options.accept_source || options.adopt || !follows || !has_left {
+        return Ok(());
+    }
+    let (path, name) = (about.path.clone(), status.path.display().to_string());
+    let why =
+        Gap::OtherContent("others have put an older one in its place while it was open".into()).to_string();
+    Err(Conflict::OtherContent { path, name, why }.into())
 }
 
 /// The present, without a checkpoint: what a sync would find now.
