@@ -309,7 +309,7 @@ fn a_mirror_keeps_one() {
         std::thread::sleep(Duration::from_millis(300));
     }
     mirror.signal(Signal::TERM);
-    let ended = mirror.output(Duration::from_secs(60));
+    let ended = mirror.output(Duration::from_secs(300));
     assert!(ended.status.success(), "{ended}");
     scene.sync(&[]).ok();
     equal(&scene.image, &scene.replica);

@@ -44,18 +44,22 @@ impl Inventory {
     /// Everything; or the source or the replica that is meant.
     pub(crate) fn read(what: Option<&str>, state: &StateDir) -> Result<Inventory> {
         let mut found = Inventory::default();
-        let all = sync::known_replicas(state).all().context("cannot read the list of replicas")?;
-        found.follow = follow(&all);
+        let replicas = || sync::known_replicas(state).all().context("cannot read the list of replicas");
         let Some(what) = what else {
             let survey = state.survey()?;
             survey.damaged.into_iter().for_each(|(place, error)| found.fail(&place, error.into()));
             survey.sources.into_iter().for_each(|(place, about)| found.read_source(&place, about));
+            // After the sources: a sync commits to a replica before its source knows.
+            let all = replicas()?;
+            found.follow = follow(&all);
             found.read_jobs(&all, state, None);
             found.apart = membership::apart(&all, state);
             found.replicas = all;
             found.drop_promoted(state);
             return Ok(found);
         };
+        let all = replicas()?;
+        found.follow = follow(&all);
         if let Some(name) = machine_name::named(what) {
             found.read_machine(name, &all, state)?;
             return Ok(found);
@@ -341,7 +345,8 @@ fn of_older(source: &SourceStatus, replica: &Lacking, local: &[KnownReplica]) ->
     let lineage = known.lineage.as_ref().filter(|lineage| lineage.source == Some(source.uuid))?;
     let at = lineage.epoch.filter(|epoch| epoch.number < replica.epoch && !known.past.rewound)?;
     let message = format!(
-        "replica is older than it was: {0} is at epoch {1}, and a sync of {2} has brought it to epoch {3}: another disk, or an older copy, is in its          place; \"findmnt -T {0}\" says which file system it is on. The next sync brings it up to date",
+        "replica is older than it was: {0} is at epoch {1}, and a sync of {2} has brought it to epoch {3}: another disk, or an older copy, is in its \
+         place; \"findmnt -T {0}\" says which file system it is on. The next sync brings it up to date",
         replica.replica,
         at.number,
         source.path.display(),

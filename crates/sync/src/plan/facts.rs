@@ -137,7 +137,8 @@ fn refuse_left(
     options: &SyncOptions,
 ) -> Result<(), SyncError> {
     let (about, replica) = (handle.about(), &status.replica);
-    let follows = replica.source == Some(about.uuid) && replica.epoch.is_some();
+    // Whoever takes a delta from a file says nothing of its lives.
+    let follows = replica.source == Some(about.uuid) && !replica.role.lives.is_empty();
     let has_left = matches!(lives.relation(&replica.role.lives), Branch::Strangers | Branch::Incomplete);
     if options.accept_source || options.adopt || !follows || !has_left {
         return Ok(());
