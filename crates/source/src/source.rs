@@ -594,6 +594,7 @@ impl Source {
         let closed = ImageStamp::read(&*folder)?;
         let is_cloned = matches!(outside, Some(Outside::Clone(_)));
         let before = closed.as_ref().and_then(|c| c.file.clone()).filter(|_| lost.is_none());
+        let ended = closed.as_ref().filter(|_| lost.is_none() || spared);
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
         // until the history has it.
         let mut stamp = ImageStamp {
@@ -606,11 +607,8 @@ impl Source {
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
             written: None,
             marked: None,
-            durable: closed.as_ref().filter(|_| lost.is_none() || spared).map_or(0, |c| c.durable),
-            durable_content: closed
-                .as_ref()
-                .filter(|_| lost.is_none() || spared)
-                .map_or(0, |c| c.durable_content),
+            durable: ended.map_or(0, |c| c.durable),
+            durable_content: ended.map_or(0, |c| c.durable_content),
             served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
             cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
             in_use: options.at_rest == AtRest::InUse || closed.as_ref().is_some_and(|c| c.in_use),

@@ -304,6 +304,7 @@ fn a_mirror_keeps_one() {
     scene.sync(&[]).ok();
     let mut mirror =
         scene.site.dsync(["mirror"]).arg(&scene.image).arg(&scene.replica).args(["--rpo", "1s"]).start();
+    mirror.wait_to_say("mirroring to");
     for _ in 0..5 {
         scene.change(50);
         std::thread::sleep(Duration::from_millis(300));
