@@ -225,6 +225,14 @@ impl Handle {
             .then_some((now.size, offers))
     }
 
+    /// Says that the disk is a replica, to what it holds this way led. A server is none of one.
+    ///
+    /// # Errors
+    /// If the state cannot be read or written.
+    pub fn passes_on(&self, lives: &Lives) -> Result<(), SourceError> {
+        if let Holder::Here(source) = &self.holder { source.passes_on(lives) } else { Ok(()) }
+    }
+
     /// True if a server answered for the source, and no longer does.
     pub fn is_abandoned(&self) -> bool {
         matches!(&self.holder, Holder::Server(client, _) if client.alive()().is_err())

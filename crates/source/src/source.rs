@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, Life, WriteWatch};
 use extents::Bitmap;
-use lineage::Point;
+use lineage::{Lives, Point};
 use qcow2::Use;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, TrackOptions, TrackedDisk};
 use uuid::Uuid;
@@ -826,16 +826,42 @@ impl Source {
 
     /// Others have changed it, perhaps to what it was before: then it leaves the way on which its replicas are.
     fn look_for_other(&self, epochs: &mut Epochs) -> Result<(), SourceError> {
-        let is_known = matches!(epochs.stamp.lost, Some(Gap::OtherContent(_)));
-        if is_known || self.disk.foreign().is_none() {
+        if self.disk.foreign().is_none() {
             return Ok(());
         }
         let (now, boot) = (self.backing.identity()?, self.backing.boot());
-        let Some(other) = epochs.stamp.other(&now, &boot, self.disk.last_write(), 0) else { return Ok(()) };
+        let other = epochs.stamp.other(&now, &boot, self.disk.last_write(), 0);
+        other.map_or(Ok(()), |other| self.note_other(epochs, other))
+    }
+
+    /// It has another content, until an epoch ends with that: it leaves the way on which its replicas are.
+    fn note_other(&self, epochs: &mut Epochs, other: Gap) -> Result<(), SourceError> {
+        if matches!(epochs.stamp.lost, Some(Gap::OtherContent(_))) {
+            return Ok(());
+        }
         epochs.stamp.lost = Some(other.clone());
         epochs.stamp.write(&*self.folder, lives::leave)?;
+        epochs.spared = false;
         self.lost.lock().unwrap_or_else(|e| e.into_inner()).0 = Some(other);
         Ok(())
+    }
+
+    /// The disk is a replica that passes on what it receives, and this way led to what it holds. Where that does not lead over what it held when it was
+    /// passed on last, it was set back, by whatever: it has another content.
+    ///
+    /// # Errors
+    /// If the state cannot be read or written.
+    pub(crate) fn passes_on(&self, lives: &Lives) -> Result<(), SourceError> {
+        let mut epochs = self.epochs();
+        let (Some(tip), Some(about)) = (lives.tip(), about_in(&*self.folder)?) else { return Ok(()) };
+        if about.passed.is_some_and(|passed| !lives.has(&passed)) {
+            self.note_other(&mut epochs, Gap::OtherContent("it is a replica, which was set back".into()))?;
+        }
+        if about.passed == Some(*tip) {
+            return Ok(());
+        }
+        let known = about_in(&*self.folder)?.unwrap_or(about);
+        write_about(&*self.folder, &SourceMetadata { passed: Some(*tip), ..known })
     }
 
     /// A checkpoint, and what a follower had at its moment.

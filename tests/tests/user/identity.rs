@@ -509,6 +509,46 @@ fn a_write_after_a_replica_was_attached_anew_is_noticed() {
     sync(&scene, disk.device(), &[]).code(4).says(&["was written to", "--adopt"]);
 }
 
+/// A replica is passed on from a loop device over it, and is set back while that is not there.
+#[test]
+fn a_replica_that_was_set_back_out_of_sight_takes_no_other_back() {
+    let what = "a loop device over a replica that is set back";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::synced(what, 16 * MIB);
+    let (node, carried) = (Node::new(), scene.site.path("carried.raw"));
+    let replica = scene.replica.clone();
+    let attached = || {
+        wait_free(&node.0);
+        node.attach(&replica)
+    };
+    let pass_on =
+        |scene: &Scene, options: &[&str]| scene.site.sync(&node.0, &carried, options).arg("--trust-device");
+    let mut epochs = Vec::new();
+    for _ in 0..2 {
+        scene.change(3);
+        let synced = scene.sync(&["--keep-last", "5"]).ok().summary();
+        epochs.push(synced["epoch"].to_string());
+        let Some(_disk) = attached() else { return skipped(what, "no loop device of a name") };
+        pass_on(&scene, &[]).ok();
+        assert_same(&replica, &carried);
+    }
+    wait_free(&node.0);
+    let before = std::fs::read(&carried).expect("the disk");
+    scene.site.dsync(["rewind", "--to", &epochs[0]]).arg(&replica).ok();
+    let disk = attached().expect("a loop device");
+    pass_on(&scene, &[]).code(4).says(&["may be the newest copy", "--accept-source"]);
+    assert!(std::fs::read(&carried).expect("the disk") == before, "it was written to");
+    // Brought up to date, it has all again.
+    drop(disk);
+    wait_free(&node.0);
+    scene.sync(&[]).ok();
+    let _disk = attached().expect("a loop device");
+    pass_on(&scene, &["--accept-source"]).ok();
+    assert_same(&replica, &carried);
+}
+
 /// What is written to a device is told by the kernel's count alone, and that begins anew where it is attached anew: a state that was restored
 /// meanwhile may be older than what the disk holds.
 #[test]

@@ -98,6 +98,13 @@ impl Storage {
     }
 }
 
+/// The file over which a loop device is; `None` of anything else.
+pub fn loop_file(device: &Path) -> Option<PathBuf> {
+    let found = std::fs::metadata(device).ok().filter(|found| found.file_type().is_block_device())?;
+    let file = std::fs::read_to_string(sysfs(found.rdev()).join("loop/backing_file")).ok()?;
+    Some(PathBuf::from(file.trim_end_matches('\n')))
+}
+
 /// The numbers (diskseq) of the disks on which the file or device at `path` is, outermost first, as far as each is on one
 /// alone; of a Btrfs over several the numbers of all.
 pub(crate) fn disks_beneath(path: &Path) -> Vec<u64> {

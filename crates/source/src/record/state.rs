@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use delta::Epoch;
 use device::{Dir, Folder, FolderLock, Format, Identity};
-use lineage::Lives;
+use lineage::{Lives, Point};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -58,6 +58,9 @@ pub struct SourceMetadata {
     /// The life that began with that promotion, whatever has become of the way from it since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promotion: Option<Uuid>,
+    /// Of a replica that passes on what it receives: where it was on its own way when it was opened last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passed: Option<Point>,
     /// The lives that led to the present one, which is the first of them.
     pub lives: Lives,
 }
@@ -70,7 +73,7 @@ impl SourceMetadata {
     pub fn new(uuid: Uuid, identity: Identity, block_size: u32) -> SourceMetadata {
         let path = identity.path.clone();
         let (term, lives) = (1, Lives::first(Uuid::new_v4()));
-        let (began, gave_up, promotion) = (None, false, None);
+        let (began, gave_up, promotion, passed) = (None, false, None, None);
         let format = Format::Raw;
         SourceMetadata {
             version: SourceMetadata::VERSION,
@@ -83,6 +86,7 @@ impl SourceMetadata {
             began,
             gave_up,
             promotion,
+            passed,
             lives,
         }
     }
@@ -94,6 +98,7 @@ impl SourceMetadata {
             began: known.began,
             gave_up: known.gave_up,
             promotion: known.promotion,
+            passed: known.passed,
             lives: known.lives,
             ..self
         }

@@ -138,7 +138,8 @@ fn refuse_left(
 ) -> Result<(), SyncError> {
     let (about, replica) = (handle.about(), &status.replica);
     // Whoever takes a delta from a file says nothing of its lives.
-    let follows = replica.source == Some(about.uuid) && !replica.role.lives.is_empty();
+    let is_known = replica.epoch.is_some() && !replica.role.lives.is_empty();
+    let follows = replica.source == Some(about.uuid) && is_known;
     let has_left = matches!(lives.relation(&replica.role.lives), Branch::Strangers | Branch::Incomplete);
     if options.accept_source || options.adopt || !follows || !has_left {
         return Ok(());

@@ -13,9 +13,15 @@ use crate::site::Site;
 pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
     settle(state, what)?;
     // A replica is read as the disk that it is.
-    let lineage = state.lineage(Path::new(what), &state.opening(None)).ok().flatten();
-    let format = options.format.or(lineage.map(|lineage| lineage.format).filter(|format| !format.is_raw()));
-    unshrunk(state.attach(what, &SourceOptions { format, ..options.clone() })?)
+    let at = |path: &Path| state.lineage(path, &state.opening(None)).ok().flatten();
+    let lineage = at(Path::new(what));
+    let format = lineage.as_ref().map(|lineage| lineage.format).filter(|format| !format.is_raw());
+    let format = options.format.or(format);
+    let handle = unshrunk(state.attach(what, &SourceOptions { format, ..options.clone() })?)?;
+    let beneath = || at(&device::loop_file(&handle.about().path)?);
+    let passes_on = lineage.or_else(beneath).filter(|lineage| lineage.role.promoted.is_none());
+    passes_on.map_or(Ok(()), |lineage| handle.passes_on(&lineage.role.lives))?;
+    Ok(handle)
 }
 
 /// Attaches to a source whose writes are recorded. Its disk is not held, so that its server can be started again.
