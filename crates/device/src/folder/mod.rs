@@ -94,19 +94,20 @@ pub trait StateFile: Send + Sync {
 
 /// Puts `content` in place of the file `name`, durably and whole: after a crash the old or the new content is there.
 pub fn replace(folder: &dyn Folder, name: &str, content: &[u8]) -> io::Result<()> {
-    replace_with(folder, name, |_| Ok(content.to_vec()))
+    replace_with(folder, name, |_| Ok(content))
 }
 
 /// Puts content in place of the file `name`, as [`replace`] does, that depends on the file which it will be in.
-pub fn replace_with(
+pub fn replace_with<B: AsRef<[u8]>>(
     folder: &dyn Folder,
     name: &str,
-    content: impl FnOnce(&dyn StateFile) -> io::Result<Vec<u8>>,
+    content: impl FnOnce(&dyn StateFile) -> io::Result<B>,
 ) -> io::Result<()> {
     let fresh = reserved(name);
     let file = folder.open(&fresh, true)?;
     let content = content(&*file)?;
-    file.write_at(0, &content)?;
+    let content = content.as_ref();
+    file.write_at(0, content)?;
     file.set_len(content.len() as u64)?;
     file.sync()?;
     folder.rename(&fresh, name)?;

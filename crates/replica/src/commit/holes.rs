@@ -94,7 +94,7 @@ impl Holes {
         Ok(())
     }
 
-    /// Reserves the holes. Returns how many bytes they take where there was no room; then it has given back what it reserved.
+    /// Reserves the holes. Returns how many bytes they take where there was no room; then what it reserved was given back, unless it is kept.
     fn reserve(self) -> io::Result<Option<u64>> {
         // What was a hole when its frame passed may have been written since.
         let mut now = Holes { known: self.known, ..Holes::new(self.disk.clone()) };
