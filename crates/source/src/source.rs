@@ -3,10 +3,8 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use delta::Epoch;
 use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, Life, WriteWatch};
@@ -16,13 +14,14 @@ use qcow2::Use;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, TrackOptions, TrackedDisk};
 use uuid::Uuid;
 
-use crate::disk::backing::{Backing, PathBacking, disk_in, open_image};
+use crate::disk::backing::{Backing, PathBacking, changed, disk_in, open_image};
 use crate::disk::clones::{self, Around, NewClone};
 use crate::disk::discard;
 use crate::disk::export::ExportBacking;
 use crate::disk::moments::{self, MomentBacking, NewMoment, Told};
 use crate::disk::outside::Outside;
 use crate::disk::rests::Rests;
+use crate::disk::tend::Tending;
 use crate::record::bookmarks::{Bookmarks, Reached};
 use crate::record::history::{History, KnownPosition};
 use crate::record::lives::{self, BatchNumbers};
@@ -178,7 +177,7 @@ pub struct Source {
     mirrored: Mutex<BTreeMap<String, u64>>,
     /// An inner lock.
     batches: Mutex<BatchNumbers>,
-    tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
+    tending: Option<Tending>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
     /// Created by this command, which only reads: removed again if it has no epoch.
     fresh: Option<StateDir>,
@@ -437,19 +436,6 @@ impl Source {
         })
     }
 
-    /// Starts the housekeeping thread of a tracked disk.
-    fn begin_tending(
-        disk: &TrackedDisk,
-        backing: &Arc<dyn Backing>,
-        opened: Option<Identity>,
-        every: Duration,
-    ) -> std::io::Result<(Arc<AtomicBool>, JoinHandle<()>)> {
-        let stop = Arc::new(AtomicBool::new(false));
-        let (disk, backing, stopped) = (disk.clone(), backing.clone(), stop.clone());
-        let tending = move || tend(&disk, &*backing, opened.as_ref(), &stopped, every);
-        Ok((stop, std::thread::Builder::new().name("tend".into()).spawn(tending)?))
-    }
-
     /// What the state in `folder` says of the image as it is: whether the record can be believed, the size that the image had,
     /// and the times of a foreign write, if one was noticed.
     fn verdict(
@@ -635,10 +621,8 @@ impl Source {
         foreign.into_iter().for_each(|times| disk.settle(times));
         disk.look(|| changed(&identity))?;
         let backing: Arc<dyn Backing> = backing.into();
-        let watched = backing.clone();
-        disk.watch(move || watched.identity().ok().as_ref().and_then(changed));
         let resized = Some(identity).filter(|_| about.format.is_raw() && !options.read_only);
-        let tending = Self::begin_tending(&disk, &backing, resized, options.sweep_every)
+        let tending = Tending::begin(&disk, &backing, resized, options.sweep_every)
             .map_err(SourceError::state("start a thread for", folder.path()))?;
         Ok(Source {
             about,
@@ -1117,7 +1101,7 @@ impl Source {
 
     /// Closes cleanly: makes the record durable, and stamps the image. To be called when no writer is left.
     pub fn close(mut self) -> Result<(), SourceError> {
-        self.stop_tending();
+        self.tending = None;
         self.disk.close()?;
         let identity = settled(&*self.backing)?;
         // After a power cut the image must not be older than its stamp.
@@ -1150,14 +1134,6 @@ impl Source {
         ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, ..kept }
             .write(&*self.folder, lives::leave)
     }
-
-    fn stop_tending(&mut self) {
-        if let Some((stop, thread)) = self.tending.take() {
-            stop.store(true, SeqCst);
-            thread.thread().unpark();
-            let _ = thread.join();
-        }
-    }
 }
 
 /// The life of a source that goes on.
@@ -1167,7 +1143,7 @@ fn life_of(about: &SourceMetadata) -> Uuid {
 
 impl Drop for Source {
     fn drop(&mut self) {
-        self.stop_tending();
+        self.tending = None;
         drop(self.outside().take());
         // The lock is released last.
         let locks = self.locks.take();
@@ -1205,18 +1181,6 @@ fn refuse_used(path: &Path, options: &SourceOptions) -> Result<(), SourceError> 
         }
     };
     Err(SourceError::Refused(format!("{} is {user} and {why}", path.display())))
-}
-
-/// Ticks without a write after which a region becomes idle.
-const IDLE_TICKS: u8 = 10;
-
-/// Time between notes of a busy disk, and between checks of an idle one.
-const BUSY_PULSE: Duration = Duration::from_millis(5);
-const IDLE_PULSE: Duration = Duration::from_millis(100);
-
-/// When the image was changed last, in nanoseconds since 1970; `None` for a device.
-fn changed(identity: &Identity) -> Option<u64> {
-    (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
 }
 
 /// What is at the path of a source: its identity, and the export of an NBD server if the path is a URI. What shows the moment of a source
@@ -1313,43 +1277,3 @@ fn settled(backing: &dyn Backing) -> Result<Identity, SourceError> {
 
 /// The loss where a disk was made smaller beneath its server.
 const SHRANK: &str = "the image was made smaller while it was served";
-/// How often it is looked whether a disk was resized.
-const LOOK_AT_SIZE: Duration = Duration::from_millis(500);
-
-/// Tends a disk until it is stopped; one that was `opened` for writing may be resized beneath its server.
-fn tend(
-    disk: &TrackedDisk,
-    backing: &dyn Backing,
-    opened: Option<&Identity>,
-    stop: &AtomicBool,
-    every: Duration,
-) {
-    let (mut last, mut wrote, mut swept, mut sized) = (0, Instant::now(), Instant::now(), Instant::now());
-    // Not in the first second, which may be the only one; after a failure not before the next sweep.
-    let mut spare = false;
-    // One check soon after the last write, as soon as it tells, then one at each sweep. A failure is left to the next checkpoint.
-    let mut look = true;
-    while !stop.load(SeqCst) {
-        let busy = wrote.elapsed() < every;
-        std::thread::park_timeout(if busy { BUSY_PULSE } else { IDLE_PULSE });
-        let (moved, now) = disk.pulse(last);
-        last = now;
-        if moved {
-            (wrote, look) = (Instant::now(), true);
-        } else if look {
-            look = disk.look(|| backing.identity().ok().as_ref().and_then(changed)).is_ok_and(|told| !told);
-        }
-        if let Some(opened) = opened.filter(|_| sized.elapsed() >= LOOK_AT_SIZE) {
-            sized = Instant::now();
-            let now = backing.identity().ok().filter(|now| now.same_object(opened));
-            let end = now.map(|now| if now.size < opened.size { now.size } else { u64::MAX });
-            end.into_iter().for_each(|end| disk.ends_at(end));
-        }
-        spare = spare && disk.prepare().is_ok();
-        if swept.elapsed() >= every && !stop.load(SeqCst) {
-            (swept, spare, look) = (Instant::now(), true, true);
-            // A sweep that fails leaves more regions active than need be; the next one tries again.
-            let _ = disk.sweep(IDLE_TICKS);
-        }
-    }
-}

@@ -774,8 +774,9 @@ impl Shared {
         if !self.at_rest.load(SeqCst) {
             return;
         }
-        if let (Some((noted, was)), Some(now)) = (*looked, self.watch.get().and_then(|watch| watch())) {
-            if self.served.last() == noted && now != was {
+        if let (Some((_, was)), Some(now)) = (*looked, self.watch.get().and_then(|watch| watch())) {
+            // No write was admitted since that look. A later note is none of a write, but a pulse's, which has seen this one.
+            if now != was {
                 // Counted in memory that outlives the process; that it is durable, too, is not for a write to wait for.
                 self.served.count_foreign();
             }

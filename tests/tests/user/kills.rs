@@ -8,7 +8,7 @@ use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
 use dsync_tests::scene::fingerprints;
-use dsync_tests::{Random, Run, Scene, rounds};
+use dsync_tests::{Random, Run, Scene, find, need, rounds, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -267,5 +267,39 @@ fn a_write_beside_the_server_is_noticed() {
     scene.change(3);
     let summary = scene.sync(&[]).ok().summary();
     assert_eq!((summary["method"].as_str(), summary["blocks_changed"].as_u64()), (Some("tracked"), Some(3)));
+    scene.equal();
+}
+
+/// While the disk of the state takes seconds for what the server makes durable.
+#[test]
+fn a_write_beside_a_server_that_waits_for_its_state_is_noticed() {
+    if !need(&["strace"], "a write beside a server whose state is on a slow disk") {
+        return;
+    }
+    let mut scene = Scene::synced("slow state", 8 * MIB);
+    let strace = scene.site.run(&find("strace").expect("strace"));
+    let slow =
+        ["-f", "-e", "trace=fsync,fdatasync,msync", "-e", "inject=fsync,fdatasync,msync:delay_enter=5000000"];
+    let own = |scene: &mut Scene| {
+        let mut client = scene.client();
+        client.write(0, &scene.random.bytes(BLOCK as usize)).expect("a write");
+        client.close().expect("the end");
+    };
+    own(&mut scene);
+    let mut strace = strace.args(slow).args(["-p", &scene.server().id().to_string()]).start();
+    // It has the time of the last write to make durable each second.
+    until("a server that waits", || {
+        own(&mut scene);
+        strace.stderr_so_far().contains("sync(")
+    });
+    std::thread::sleep(Duration::from_millis(300));
+    own(&mut scene);
+    std::thread::sleep(Duration::from_millis(300));
+    image::scribble(&scene.image, 5 * MIB, 4096, &mut scene.random);
+    own(&mut scene);
+    strace.signal(Signal::TERM);
+    assert!(strace.wait_for(Duration::from_secs(20)).is_some(), "strace hangs");
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "compare", "{summary}");
     scene.equal();
 }

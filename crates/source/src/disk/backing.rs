@@ -186,6 +186,11 @@ impl Backing for PathBacking {
 /// The name of the socket of a server's qemu-nbd, in the source's folder.
 const SOCKET: &str = "disk";
 
+/// When the image was changed last, in nanoseconds since 1970; `None` for a device.
+pub(crate) fn changed(identity: &Identity) -> Option<u64> {
+    (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
+}
+
 /// What identifies a disk: its file, and the size of the disk in that.
 ///
 /// # Errors

@@ -8,3 +8,4 @@ pub(crate) mod moments;
 pub(crate) mod outside;
 pub(crate) mod recorded;
 pub(crate) mod rests;
+pub(crate) mod tend;

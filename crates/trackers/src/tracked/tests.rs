@@ -82,3 +82,23 @@ fn nothing_is_written_between_two_swaps() {
     let [data, log] = members.each_ref().map(|(ram, _, view)| number(ram, view));
     assert!(data > 0 && log <= data, "torn: the first disk is at {data}, the second at {log}");
 }
+
+/// The time is noted between the moment in which a write has entered and the one in which it looks who has changed the image.
+#[test]
+fn a_pulse_hides_no_other_writer() {
+    let temp = TempDir::new().unwrap();
+    let (_ram, disk, _view) = member(&temp);
+    let (changed, pulses) = (Arc::new(AtomicU64::new(1)), disk.clone());
+    let now = changed.clone();
+    disk.watch(move || {
+        pulses.pulse(0);
+        Some(now.load(SeqCst))
+    });
+    assert!(disk.look(|| Some(1)).unwrap());
+    write(&disk, &mut CurrentCache::default(), &[1; BLOCK as usize]);
+    assert_eq!(disk.foreign(), None, "an own write");
+    assert!(disk.look(|| Some(2)).unwrap());
+    changed.store(3, SeqCst);
+    write(&disk, &mut CurrentCache::default(), &[2; BLOCK as usize]);
+    assert!(disk.foreign().is_some(), "another writer is missed");
+}
