@@ -12,15 +12,19 @@ use tempfile::TempDir;
 use crate::{Background, Run, Site, until};
 
 /// The folders of libvirt that the namespace has its own of, and where they are on the machine.
-const FOLDERS: [(&str, &str); 4] = [
+const FOLDERS: [(&str, &str); 5] = [
     ("etc", "/etc/libvirt"),
     ("run", "/run/libvirt"),
     ("lib", "/var/lib/libvirt"),
     ("log", "/var/log/libvirt"),
+    ("tpm-log", "/var/log/swtpm"),
 ];
 
 /// Where libvirt keeps what it has found of the machine's QEMU, which takes seconds. It is kept from test to test.
 const CACHE: &str = "/var/cache/libvirt";
+
+/// Where swtpm keeps the authority that signs the keys of its TPMs.
+const TPM_CA: &str = "/var/lib/swtpm-localca";
 
 /// What QEMU needs here beside its user: no service but libvirtd.
 const QEMU: &str = r#"dynamic_ownership = 0
@@ -81,7 +85,14 @@ impl Libvirt {
             fs::create_dir_all(place).expect("a folder of libvirt");
             inside.push_str(&format!("mount --bind {} {place}\n", own.display()));
         }
-        fs::create_dir(at.join("sock")).expect("a folder");
+        for folder in ["sock", "ca"] {
+            fs::create_dir(at.join(folder)).expect("a folder");
+        }
+        // Where TPMs are emulated: their user has a folder.
+        inside.push_str(&format!(
+            "if [ -d {TPM_CA} ]; then chown --reference={TPM_CA} {0}; mount --bind {0} {TPM_CA}; fi\n",
+            at.join("ca").display()
+        ));
         let owner = format!("user = \"{user}\"\ngroup = \"{group}\"\n");
         fs::write(at.join("etc/qemu.conf"), owner + QEMU).expect("qemu.conf");
         let settings = format!(
@@ -100,6 +111,11 @@ impl Libvirt {
             UnixStream::connect(&socket).is_ok()
         });
         host
+    }
+
+    /// What is `/var/lib/libvirt` for its daemon.
+    pub fn lib(&self) -> PathBuf {
+        self.folder.path().join("lib")
     }
 
     fn log(&self) -> String {

@@ -684,6 +684,45 @@ fn an_image_that_takes_the_place_of_another_is_not_taken_for_it() {
     world.clean();
 }
 
+/// What a guest has sealed by its TPM opens with that state alone, as BitLocker's keys.
+#[test]
+fn the_state_of_a_tpm_goes_with_its_vm() {
+    let what = "the state of a VM's TPM";
+    if !need(&["swtpm", "swtpm_setup", "install"], what) {
+        return;
+    }
+    let Some(world) = World::new(what) else { return };
+    let uuid = world.give("<tpm model='tpm-tis'><backend type='emulator' version='2.0'/></tpm>");
+    world.sync();
+    let kept = |host: &Libvirt| {
+        let state = host.lib().join(format!("swtpm/{uuid}/tpm2/tpm2-00.permall"));
+        std::fs::read(state).expect("the state of a TPM")
+    };
+    let carried = std::fs::read(world.replica("t1.tpm")).expect("a replica");
+    assert_eq!(carried, kept(&world.host));
+    assert!(world.sync().text().contains("4 disks at one moment"), "the disks, the definition and the TPM");
+    world.host.virsh(["destroy", VM]).ok();
+    world.sync();
+    let (far, other) = (Site::in_memory(), Libvirt::start());
+    let definition = far.path("there.xml");
+    let promote = far.dsync(["promote", "--force", "--group"]).arg(world.replica(".vm.t1.dsync-group"));
+    let said = promote.arg("--define").arg(&definition).ok().text();
+    let command = said.lines().find_map(|line| line.split_once("\"install ")).expect("a command").1;
+    let command = format!("install {}", command.trim_end().trim_end_matches('"'));
+    other.run(&far, "/bin/sh".as_ref()).args(["-c", &command]).ok();
+    other.virsh(["define"]).arg(&definition).ok();
+    other.on(VM);
+    // Its counters go on; the keys of another TPM would be others.
+    let differ = |now: &[u8]| now.iter().zip(&carried).filter(|(now, was)| now != was).count();
+    let now = kept(&other);
+    assert!(
+        now.len() == carried.len() && differ(&now) < 64,
+        "{} of {} bytes differ",
+        differ(&now),
+        now.len()
+    );
+}
+
 /// On the other host the VM is followed like any other. Here it is not demoted, which would leave some of its disks sources and others not.
 #[test]
 fn a_vm_that_was_promoted_is_followed_where_it_is() {
@@ -732,6 +771,17 @@ fn a_vm_that_was_promoted_is_followed_where_it_is() {
 }
 
 impl World {
+    /// Gives the VM a device that it starts with. Returns its UUID.
+    fn give(&self, device: &str) -> String {
+        self.host.virsh(["destroy", VM]).ok();
+        let text = self.host.virsh(["dumpxml", "--inactive", VM]).ok().text();
+        let file = self.site.path("more.xml");
+        std::fs::write(&file, text.replace("</devices>", &format!("{device}</devices>"))).expect("the VM");
+        self.host.virsh(["define"]).arg(&file).ok();
+        self.host.on(VM);
+        self.host.virsh(["domuuid", VM]).ok().text().trim().to_owned()
+    }
+
     fn verify(&self) -> Run {
         self.dsync(&["verify", "vm:t1"]).arg(&self.replicas)
     }

@@ -15,7 +15,7 @@ use source::StateDir;
 use crate::args;
 use crate::machine;
 use crate::output::Output;
-use crate::terms::units;
+use crate::terms::{shell_word, units};
 
 /// Where images are looked for unless folders are given.
 const FOLDERS: [&str; 2] = ["/var/lib/libvirt/images", "/var/lib/vz/images"];
@@ -93,23 +93,19 @@ impl Method {
 
     /// The lines to type for a disk.
     fn commands(self, path: &Path) -> Vec<String> {
-        let word = |path: &Path| {
-            let text = path.to_string_lossy().into_owned();
-            shlex::try_quote(&text).map_or_else(|_| text.clone(), |quoted| quoted.into_owned())
-        };
         let stem = path.file_stem().unwrap_or_default().to_string_lossy();
         let replica = match path.extension().filter(|_| path.metadata().is_ok_and(|m| m.is_file())) {
             Some(_) => path.file_name().unwrap_or_default().into(),
             None => PathBuf::from(format!("{stem}.raw")),
         };
-        let replica = word(&replica);
-        let disk = word(path);
+        let replica = shell_word(&replica.to_string_lossy());
+        let disk = shell_word(&path.to_string_lossy());
         let sync = format!("dsync sync {disk} HOST:/srv/{replica}");
         match self {
             Method::Source | Method::Replica => vec![format!("dsync status {disk}")],
             Method::Bpf | Method::Clone => vec![format!("dsync track add {disk}"), sync],
             Method::Serve => {
-                let socket = word(Path::new(&format!("/run/{stem}.sock")));
+                let socket = shell_word(&format!("/run/{stem}.sock"));
                 vec![format!("dsync serve {disk} --socket {socket}"), sync]
             }
             Method::Compare => vec![sync],
@@ -168,8 +164,7 @@ pub(crate) fn run(args: &args::Discover, state: &StateDir, output: &Output) -> R
 
 /// Says how a VM is copied with all its disks.
 fn say_machine(name: String, output: &Output) {
-    let word = format!("vm:{name}");
-    let word = shlex::try_quote(&word).map_or_else(|_| word.clone(), |quoted| quoted.into_owned());
+    let word = shell_word(&format!("vm:{name}"));
     let commands = [format!("dsync sync {word} HOST:/srv/vms/")];
     let machine = Machine { kind: "machine", name, note: OF_MACHINE, commands };
     output.summary(&machine);

@@ -12,6 +12,7 @@ use clap::{Arg, ArgAction, Command, CommandFactory, Parser};
 
 use crate::args::{self, Cli};
 use crate::failure::Failure;
+use crate::terms::shell_word;
 
 /// What a job may run.
 const COMMANDS: [&str; 7] = ["serve", "sync", "mirror", "verify", "rehearse", "receive", "send"];
@@ -79,7 +80,7 @@ pub(crate) fn resolve(cli: Cli) -> Result<Option<Cli>> {
     given.extend(run.options.iter().filter(|word| !print(word)).cloned());
     let words = job.words(&given)?;
     if run.print || run.options.iter().any(print) {
-        let words: Vec<String> = words.iter().map(|word| quoted(&word.to_string_lossy())).collect();
+        let words: Vec<String> = words.iter().map(|word| shell_word(&word.to_string_lossy())).collect();
         // A closed pipe is not an error.
         let _ = writeln!(std::io::stdout(), "{}", words.join(" "));
         return Ok(None);
@@ -500,15 +501,6 @@ fn is_optional(arg: &Arg) -> bool {
     arg.get_num_args().is_some_and(|count| count.min_values() == 0)
 }
 
-/// A word as a shell reads it.
-fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=@%+,".contains(c);
-    match !word.is_empty() && word.chars().all(plain) {
-        true => word.to_owned(),
-        false => format!("'{}'", word.replace('\'', "'\\''")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -524,7 +516,9 @@ mod tests {
             Ok(words)
         });
         match words {
-            Ok(words) => Ok(words.iter().map(|w| quoted(&w.to_string_lossy())).collect::<Vec<_>>().join(" ")),
+            Ok(words) => {
+                Ok(words.iter().map(|w| shell_word(&w.to_string_lossy())).collect::<Vec<_>>().join(" "))
+            }
             Err(error) => Err(error.to_string().replace(&format!("{}/", folder.path().display()), "")),
         }
     }

@@ -19,33 +19,35 @@ pub(super) const DISKS: &str = "dsync-disks";
 /// There are passwords in it.
 const MODE: u32 = 0o600;
 
-/// The definition and the NVRAM of a machine, as of one moment.
+/// The definition of a machine, its NVRAM and the state of its TPM, as of one moment.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Carried {
     definition: String,
     nvram: Option<Vec<u8>>,
+    tpm: Option<Vec<u8>>,
 }
 
 impl Carried {
     /// Reads them as they are now.
     ///
     /// # Errors
-    /// If libvirt does not tell, or the NVRAM cannot be read.
+    /// If libvirt does not tell, or a file cannot be read.
     pub(super) fn read(virsh: &Virsh, domain: &Domain) -> Result<Carried, Failure> {
         let definition = virsh.definition()?;
-        let nvram = match domain.nvram.as_ref().map(|path| (path, std::fs::read(path))) {
-            None => None,
+        let read = |path: &Option<PathBuf>, what: &str| match path
+            .as_ref()
+            .map(|path| (path, std::fs::read(path)))
+        {
+            None => Ok(None),
             // libvirt makes it at the first start.
-            Some((_, Err(error))) if error.kind() == io::ErrorKind::NotFound => None,
-            Some((path, read)) => Some(read.map_err(|error| {
-                Failure::failed(format!(
-                    "cannot read {}, the NVRAM of {}: {error}",
-                    path.display(),
-                    domain.name
-                ))
-            })?),
+            Some((_, Err(error))) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Some((path, read)) => read.map(Some).map_err(|error| {
+                Failure::failed(format!("cannot read {}, {what} of {}: {error}", path.display(), domain.name))
+            }),
         };
-        Ok(Carried { definition, nvram })
+        let nvram = read(&domain.nvram, "the NVRAM")?;
+        let tpm = read(&domain.tpm, "the state of the TPM")?;
+        Ok(Carried { definition, nvram, tpm })
     }
 
     /// Writes them to their files, whose paths it returns. The definition says of each disk, by its target, which replica is that: another disk may have
@@ -65,23 +67,24 @@ impl Carried {
             move |error: io::Error| Failure::failed(format!("{text}: {error}"))
         };
         device::Dir::open(&folder).map_err(failed(&folder))?;
-        let [path, of_nvram] = files(state, name);
+        let [path, of_nvram, of_tpm] = files(state, name);
         let was = path.metadata().map_or(0, |file| file.len() as usize);
         let disks: String = disks.iter().map(|(target, file)| format!(" {target}={file}")).collect();
         let definition = format!("{}\n<?{DISKS}{disks}?>", self.definition.trim_end());
         put(&path, &padded(&definition, was)).map_err(failed(&path))?;
         let mut paths = vec![path];
-        if let Some(nvram) = &self.nvram {
-            put(&of_nvram, nvram).map_err(failed(&of_nvram))?;
-            paths.push(of_nvram);
+        for (content, file) in [(&self.nvram, of_nvram), (&self.tpm, of_tpm)] {
+            let Some(content) = content else { continue };
+            put(&file, content).map_err(failed(&file))?;
+            paths.push(file);
         }
         Ok(paths)
     }
 }
 
 /// The files of the machine with this plain name.
-pub(super) fn files(state: &StateDir, name: &str) -> [PathBuf; 2] {
-    ["xml", "nvram"].map(|end| state.machines_folder().join(format!("{name}.{end}")))
+pub(super) fn files(state: &StateDir, name: &str) -> [PathBuf; 3] {
+    ["xml", "nvram", "tpm"].map(|end| state.machines_folder().join(format!("{name}.{end}")))
 }
 
 /// Removes a file, if it is there.

@@ -8,10 +8,14 @@ use anyhow::{Context as _, Result};
 use roxmltree::{Document, Node};
 
 use super::carry;
-use super::domain::{child, children};
+use super::domain::{Domain, child, children};
 use super::virsh::{quoted, quoted_path};
 use crate::failure::Failure;
 use crate::output::Output;
+use crate::terms::shell_word;
+
+/// The user and the group as which libvirt runs an emulated TPM.
+const SWTPM: &str = "tss";
 
 /// Writes the definition that came with the replicas in a folder, which have these names, to a file, with their paths in it.
 ///
@@ -30,7 +34,7 @@ pub(crate) fn define(dir: &Path, files: &[String], to: &Path, output: &Output) -
     let text = std::fs::read_to_string(&definition).with_context(|| failed(&definition))?;
     carried.assign(&text);
     let image = |target: &str| carried.image(target).map(|file| DiskPlace::File(dir.join(file)));
-    let nvram = carried.nvram().map(|file| dir.join(file));
+    let nvram = carried.beside("nvram").map(|file| dir.join(file));
     let defined = with_images(&text, image, nvram.as_deref())
         .map_err(|why| anyhow::anyhow!("{} is not the definition of a VM: {why}", definition.display()))?;
     carry::put(to, defined.text.trim_end().as_bytes()).with_context(|| failed(to))?;
@@ -41,6 +45,14 @@ pub(crate) fn define(dir: &Path, files: &[String], to: &Path, output: &Output) -
         ));
     }
     output.say(&format!("the VM is defined by {0}, with these disks: \"virsh define {0}\"", to.display()));
+    let place = Domain::read(text.trim_end()).ok().and_then(|domain| domain.tpm);
+    if let (Some(state), Some(place)) = (carried.beside("tpm"), place) {
+        output.say(&format!(
+            "before it starts, put the state of its TPM in place, or it gets a new TPM: \"install -D -m 600 -o {SWTPM} -g {SWTPM} {} {}\"",
+            shell_word(&dir.join(state).to_string_lossy()),
+            shell_word(&place.to_string_lossy()),
+        ));
+    }
     Ok(())
 }
 
@@ -96,9 +108,9 @@ impl<'a> CarriedFiles<'a> {
         self.files.iter().map(String::as_str).find(is_meant)
     }
 
-    /// The file of its NVRAM.
-    pub(super) fn nvram(&self) -> Option<&'a str> {
-        let name = format!("{}.nvram", self.name);
+    /// What was carried beside the definition under this ending: the NVRAM, or the state of the TPM.
+    pub(super) fn beside(&self, ending: &str) -> Option<&'a str> {
+        let name = format!("{}.{ending}", self.name);
         self.files.iter().map(String::as_str).find(|file| *file == name)
     }
 }

@@ -1,6 +1,6 @@
 //! What a domain of libvirt is made of, by its own text: its disks, and for each whether it can be followed.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use roxmltree::{Document, Node};
 
@@ -16,6 +16,8 @@ pub(super) struct Domain {
     pub disks: Vec<Disk>,
     /// The file of its NVRAM.
     pub nvram: Option<PathBuf>,
+    /// The file in which libvirt keeps the state of its emulated TPM.
+    pub tpm: Option<PathBuf>,
     /// What else it needs to start, and is not copied.
     pub also: Vec<&'static str>,
 }
@@ -80,14 +82,9 @@ impl Domain {
             let named = child(node, "source").and_then(|source| source.attribute("file"));
             named.or(node.text()).map(str::trim).filter(|path| path.starts_with('/')).map(PathBuf::from)
         };
-        let emulated = |tpm: &Node<'_, '_>| {
-            child(*tpm, "backend").is_some_and(|backend| backend.attribute("type") == Some("emulator"))
-        };
-        let tpm = devices.and_then(|devices| child(devices, "tpm")).filter(emulated);
         let has = |name| devices.is_some_and(|devices| child(devices, name).is_some());
         let is_nvdimm = |memory: Node<'_, '_>| memory.attribute("model") == Some("nvdimm");
         let also = [
-            (tpm.is_some(), "the state of its TPM"),
             (has("hostdev"), "devices of this host"),
             (has("filesystem"), "its shared folders"),
             (devices.is_some_and(|devices| children(devices, "memory").any(is_nvdimm)), "its NVDIMM"),
@@ -99,9 +96,11 @@ impl Domain {
         let also = also.into_iter().filter_map(|(needed, what)| needed.then_some(what));
         let nvram_of_other =
             nvram.filter(|node| file(*node).is_none()).map(|_| "its NVRAM, which is not in a file");
+        let tpm = devices.and_then(|devices| child(devices, "tpm")).and_then(|tpm| tpm_state(tpm, &uuid));
         Ok(Domain {
             name,
             uuid,
+            tpm,
             id: root.attribute("id").map(str::to_owned),
             disks,
             nvram: nvram.and_then(file),
@@ -124,6 +123,24 @@ pub(super) fn children<'a, 'b>(node: Node<'a, 'b>, name: &'static str) -> impl I
 
 pub(super) fn child<'a, 'b>(node: Node<'a, 'b>, name: &'static str) -> Option<Node<'a, 'b>> {
     children(node, name).next()
+}
+
+/// Where the daemon of the system keeps the TPMs that it emulates.
+const TPMS: &str = "/var/lib/libvirt/swtpm";
+
+/// The file of the state of a TPM, which swtpm writes; `None` of one that is not emulated.
+fn tpm_state(tpm: Node<'_, '_>, uuid: &str) -> Option<PathBuf> {
+    let backend = child(tpm, "backend").filter(|backend| backend.attribute("type") == Some("emulator"))?;
+    let (folder, file) = match backend.attribute("version") {
+        Some("1.2") => ("tpm1.2", "tpm-00.permall"),
+        _ => ("tpm2", "tpm2-00.permall"),
+    };
+    let source = child(backend, "source");
+    match source.and_then(|source| Some((source.attribute("type")?, source.attribute("path")?))) {
+        Some(("file", path)) => Some(path.into()),
+        Some((_, path)) => Some(Path::new(path).join(file)),
+        None => Some([TPMS, uuid, folder, file].iter().collect()),
+    }
 }
 
 /// A disk; `None` if it has no name that can be used.
@@ -250,10 +267,21 @@ mod tests {
 
     #[test]
     fn a_domain_is_read_with_what_it_needs() {
-        let read = domain("<tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>");
+        let read = domain("<filesystem/>");
         assert_eq!((read.name.as_str(), read.id.as_deref()), ("a & b", Some("7")));
         assert_eq!(read.nvram, Some("/var/lib/nvram/a_VARS.fd".into()));
-        assert_eq!(read.also, ["the state of its TPM"]);
+        assert_eq!(read.also, ["its shared folders"]);
+        let of = "/var/lib/libvirt/swtpm/8f3a1c1e-0000-4000-8000-000000000001";
+        for (backend, expected) in [
+            ("type='emulator' version='2.0'/>", Some(format!("{of}/tpm2/tpm2-00.permall"))),
+            ("type='emulator' version='1.2'/>", Some(format!("{of}/tpm1.2/tpm-00.permall"))),
+            ("type='emulator'><source type='dir' path='/t'/></backend>", Some("/t/tpm2-00.permall".into())),
+            ("type='emulator'><source type='file' path='/t/a'/></backend>", Some("/t/a".into())),
+            ("type='passthrough'><device path='/dev/tpm0'/></backend>", None),
+        ] {
+            let read = domain(&format!("<tpm model='tpm-crb'><backend {backend}</tpm>"));
+            assert_eq!(read.tpm, expected.map(PathBuf::from), "{backend}");
+        }
         assert!(Domain::read("<domain").is_err() && Domain::read("<domain/>").is_err());
     }
 }

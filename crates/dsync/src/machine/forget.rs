@@ -139,7 +139,7 @@ fn delete(
     (plain, state): (&str, &StateDir),
     dry_run: bool,
 ) -> Result<Vec<(String, String)>, Failure> {
-    let [definition, _] = carry::files(state, plain);
+    let [definition, ..] = carry::files(state, plain);
     let carried = std::fs::read_to_string(definition).ok();
     let uuid = carried.and_then(|text| Some(Domain::read(text.trim_end()).ok()?.uuid));
     let Some(text) = virsh::seek(uuid.as_deref().unwrap_or(name))? else { return Ok(Vec::new()) };

@@ -4,7 +4,7 @@
 //! - While it *runs*, one backup job shows all disks as of one moment (`job.rs`), and tells of each disk what was written since the moment before, where
 //!   libvirt keeps a checkpoint of it. Of a device that is tracked its tracker tells it. Any other disk is compared.
 //! - While it is *off*, its disks are at rest, and locked, so that it does not start.
-//! - Its *definition*, and its NVRAM, are members as well (`carry.rs`): read before and after the moment, and the same.
+//! - Its *definition*, its NVRAM and the state of its TPM are members as well (`carry.rs`): read before and after the moment, and the same.
 
 mod carry;
 mod child;
@@ -313,7 +313,9 @@ impl<'a> Machine<'a> {
                 _ => {}
             }
         }
-        for what in &self.domain.also {
+        let tpm = self.domain.tpm.as_ref().filter(|state| !state.exists());
+        let tpm = tpm.map(|state| format!("the state of its TPM, which is not at {},", state.display()));
+        for what in self.domain.also.iter().copied().chain(tpm.as_deref()) {
             self.output.warn_once(&format!(
                 "{} needs {what} to start elsewhere: copy it by other means",
                 self.domain.name
@@ -352,7 +354,7 @@ impl<'a> Machine<'a> {
         Ok(file)
     }
 
-    /// The files of the definition and the NVRAM as members.
+    /// The files of the definition, the NVRAM and the TPM's state as members.
     fn carried(&self, paths: Vec<PathBuf>) -> Vec<ToldMember> {
         let options = SourceOptions { allow_shrink: true, ..SourceOptions::default() };
         let member = |path: PathBuf| {

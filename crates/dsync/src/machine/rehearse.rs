@@ -223,7 +223,7 @@ impl BootedVm {
         let socket = folder.path().join("disks.sock");
         // Without one that was carried, libvirt makes it there.
         let nvram = folder.path().join("nvram");
-        if let Some(content) = carried.nvram().and_then(disk_of) {
+        if let Some(content) = carried.beside("nvram").and_then(disk_of) {
             super::carry::put(&nvram, &read(content)?)?;
             give(&nvram)?;
         }

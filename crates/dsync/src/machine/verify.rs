@@ -4,7 +4,7 @@
 //! next sync counts, and QEMU's bitmaps tell what was written since the last one. That is no difference. A disk of which it is not known what was
 //! written is not verified, as changes could not be told from damage: the next sync compares all of it, and mends what differs.
 //!
-//! The definition and the NVRAM are compared as they were carried at the last sync: what they are by now is the business of the next one.
+//! The definition, the NVRAM and the TPM's state are compared as they were carried at the last sync: what they are by now is the business of the next one.
 
 use std::path::Path;
 use std::time::Instant;
@@ -259,7 +259,7 @@ impl Machine<'_> {
         self.say((target, Some(path)), How::Unverified, &format!("{why}; the next sync {next}"));
     }
 
-    /// The files of the definition and the NVRAM as they were at the last sync.
+    /// The files of the definition, the NVRAM and the TPM's state as they were at the last sync.
     fn carried_before(&self) -> Result<Vec<ToldMember>> {
         let Ok(folder) = self.state.machines_folder().canonicalize() else { return Ok(Vec::new()) };
         let members = source::group_members(self.state, &self.group)?.into_iter();

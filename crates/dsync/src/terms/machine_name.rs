@@ -61,7 +61,7 @@ fn begin(name: &str) -> String {
     name.chars().map(allowed).take(LONGEST).chain(['-']).collect()
 }
 
-/// The sources that are the disks of a machine, its definition and its NVRAM.
+/// The sources that are the disks of a machine, and what was carried with them.
 ///
 /// # Errors
 /// If there are none.
