@@ -415,6 +415,8 @@ fn a_backup_is_noticed_whatever_was_lost_before_it() {
         a.sync(&b, if ended { &[] } else { &["-n"] }).ok();
         let has = [&b, &c].map(|host| image::fingerprint(&host.disk).0);
         put_back(&backup, &a.disk);
+        let told = a.site.dsync(["status", "--check"]).code(1).text();
+        assert!(told.contains("source is another") && told.contains("may be the newest copy"), "{told}");
         for host in [&c, &b, &c] {
             a.sync(host, &[]).code(4).says(&["may be the newest copy", "days before what was recorded"]);
             a.towards(host, &["verify", "--repair"]).code(4).says(&["may be the newest copy"]);
@@ -422,8 +424,12 @@ fn a_backup_is_noticed_whatever_was_lost_before_it() {
         assert_eq!(has, [&b, &c].map(|host| image::fingerprint(&host.disk).0));
         // Who says that it is the source says so of each replica.
         a.sync(&b, &["--accept-source"]).ok();
+        a.sync(&c, &["-n"]).code(4).says(&["may be the newest copy"]);
+        let told = a.site.dsync(["status", "-v"]).ok().text();
+        assert!(told.contains("the next sync is refused: "), "{told}");
         a.sync(&c, &[]).code(4).says(&["may be the newest copy"]);
         a.sync(&c, &["--accept-source"]).ok();
+        a.site.dsync(["status", "--check"]).ok();
         image::assert_equal(&a.disk, &c.disk);
     }
 }

@@ -17,8 +17,8 @@ use replica::State;
 use serde::ser::Error as _;
 use serde::{Serialize, Serializer};
 use source::{
-    Bookmark, Bookmarks, ControlClient, History, KeptClone, KnownPosition, LastFailure, LastVerify,
-    ServerStatus, SourceMetadata, StateDir, Tally, Work,
+    Bookmark, Bookmarks, ControlClient, Gap, History, KeptClone, KnownPosition, LastFailure, LastVerify,
+    ServerStatus, SourceError, SourceMetadata, StateDir, Tally, Work,
 };
 use sync::SyncError;
 
@@ -53,9 +53,10 @@ pub(crate) struct SourceStatus {
     /// The last epoch.
     pub epoch: Option<u64>,
     epochs: Vec<source::EpochInfo>,
-    /// Why what was written since the last epoch is not known: the next sync compares. `None` if it is known, and before the first
-    /// epoch.
-    pub lost: Option<String>,
+    /// Why what was written since the last epoch is not known: the next sync compares, or is refused. `None` if it is known, and before the
+    /// first epoch.
+    #[serde(serialize_with = "gap_in_words")]
+    pub lost: Option<Gap>,
     /// Nobody has asked to record what is written to it: an image that is compared now and then.
     #[serde(skip)]
     pub is_untracked: bool,
@@ -72,6 +73,10 @@ pub(crate) struct SourceStatus {
     checkpoints: Vec<Listed>,
     /// The group that it is in.
     pub group: Option<GroupInfo>,
+}
+
+fn gap_in_words<S: Serializer>(gap: &Option<Gap>, to: S) -> Result<S::Ok, S::Error> {
+    gap.as_ref().map(Gap::to_string).serialize(to)
 }
 
 /// What a server says of itself, with why changes are not known in words.
@@ -102,6 +107,9 @@ pub(crate) struct Lacking {
     pub unread: u64,
     /// It will be compared: what changed between its epoch and the last one is not known.
     pub compared: bool,
+    /// It will be neither compared nor brought anything, until its user says that the source is one.
+    #[serde(skip)]
+    pub refused: bool,
     /// Nothing was written to the source since: by its record, or because it is as the last command has left it.
     #[serde(skip)]
     pub is_current: bool,
@@ -114,12 +122,18 @@ impl Lacking {
     /// of `upto`, in seconds since 1970. `is_left`: what no record has is known by the disk, which is as the last command has left it.
     fn of(
         (replica, bookmark): (&str, &Bookmark),
-        (lacking, known): (&Bitmap, Result<Option<&source::Gap>, String>),
+        (lacking, known): (&Bitmap, Result<Option<&Gap>, SourceError>),
         (upto, is_left): (u64, bool),
         tally: Tally,
     ) -> Lacking {
+        let refused = match &known {
+            Err(SourceError::Lost { why, .. }) => Some(why),
+            Ok(why) => *why,
+            _ => None,
+        };
+        let refused = refused.is_some_and(|why| matches!(why, Gap::OtherContent(_)));
         let (blocks, why, compared) = match known {
-            Err(why) => (None, Some(why), true),
+            Err(why) => (None, Some(why.to_string()), true),
             Ok(Some(why)) => (None, Some(why.to_string()), false),
             Ok(None) => (Some(lacking.count()), None, false),
         };
@@ -135,6 +149,7 @@ impl Lacking {
             why,
             unread,
             compared,
+            refused,
             is_current: !compared && blocks_at_least == 0 && (blocks.is_some() || is_left),
             tally,
         }
@@ -309,9 +324,7 @@ impl SourceStatus {
         let blocks = || Bitmap::new(tracked.div_ceil(u64::from(block_size)));
         let written = blocks();
         let lost = match history.last() {
-            Some(_) if size.is_some() || served.is_some() => {
-                source::lost(place, &about, history)?.map(|why| why.to_string())
-            }
+            Some(_) if size.is_some() || served.is_some() => source::lost(place, &about, history)?,
             _ => None,
         };
         let source::SourceWrites { unknown, clone } =
@@ -321,9 +334,11 @@ impl SourceStatus {
             let upto = served.as_ref().and_then(|served| served.mirrored.get(replica)).copied().unwrap_or(0);
             let lacking = blocks();
             let position = KnownPosition { epoch: bookmark.epoch, upto: u64::MAX };
-            let known = history.changes_since(&[position], block_size, &lacking);
+            // This tells first what is refused.
+            let reached = history.reaches(&[position]);
+            let known = reached.and_then(|()| history.changes_since(&[position], block_size, &lacking));
             lacking.union_with(&written);
-            let known = known.map(|_| unknown.as_ref()).map_err(|error| error.to_string());
+            let known = known.map(|_| unknown.as_ref());
             let tally = Tally::read(place, replica);
             Lacking::of((replica, bookmark), (&lacking, known), (upto, is_left), tally)
         };
@@ -362,6 +377,11 @@ impl SourceStatus {
     /// The machine whose disk it is.
     pub(crate) fn machine(&self) -> Option<&str> {
         self.group.as_ref()?.machine.as_deref()
+    }
+
+    /// True if its content is not what its record ends with: nothing is brought to a replica until its user says that it is the source.
+    pub(crate) fn is_another(&self) -> bool {
+        matches!(self.lost, Some(Gap::OtherContent(_)))
     }
 
     /// What is wrong with its size, if it was resized while it was served.
@@ -498,6 +518,7 @@ fn say(status: &SourceStatus, output: &Output) {
                 let bytes = blocks.saturating_mul(status.block_size.into());
                 format!("{} ({}) written since", units::many(blocks, "block"), units::size(bytes))
             }
+            (None, Some(why)) if replica.refused => format!("the next sync is refused: {why}"),
             (None, Some(why)) if replica.compared => format!("the next sync compares all of it: {why}"),
             (None, why) => {
                 let bytes = units::size(replica.blocks_at_least.saturating_mul(status.block_size.into()));

@@ -258,6 +258,12 @@ fn of_source(source: &SourceStatus) -> Option<Problem> {
             Problem::of("missing", format!("source is missing: {}", missing(source)))
         }
         Some(_) if source.is_untracked => return None,
+        Some(why) if source.is_another() => Problem::of(
+            "other-content",
+            format!(
+                "source is another: syncs of {path} are refused, and a replica may be the newest copy: {why}"
+            ),
+        ),
         Some(why) => Problem::of(
             "tracking-lost",
             format!(
@@ -319,6 +325,9 @@ fn of_replica(
         let late =
             format!("{name} of {path} is {lag} behind, and its mirror is to keep it within {rpo} (--rpo)");
         ("stale", format!("replica is out of date: {late}: the link or the other host is too slow, or hangs"))
+    } else if replica.refused && !source.is_another() {
+        let why = replica.why.as_deref().unwrap_or_default();
+        ("other-content", format!("source is another: the next sync of {path} to {name} is refused: {why}"))
     } else if replica.compared && !source.is_untracked {
         let why = replica.why.as_deref().unwrap_or_default();
         let gap = format!("history has a gap: the next sync of {path} to {name} compares all of it: {why}");

@@ -165,6 +165,7 @@ impl Table<'_> {
     fn source(&self, source: &SourceStatus) -> Row {
         let state = match &source.served {
             _ if source.size.is_none() => "missing",
+            _ if self.says("other-content", source) => "other content",
             _ if self.says("tracking-lost", source) => "tracking lost",
             _ if source.resized().is_some() => "resized",
             Some(_) => "served",
