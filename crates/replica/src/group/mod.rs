@@ -23,7 +23,7 @@ use uuid::Uuid;
 
 use crate::commit::receive::Committed;
 use crate::error::{ReplicaError, Result, io_error};
-use crate::journal::{ARRIVING, seal};
+use crate::journal::{self, ARRIVING, seal};
 use crate::past::commits::PastCommits;
 use crate::past::{Past, UndoKind};
 use crate::replica::{PreparedCommit, Replica};
@@ -484,8 +484,25 @@ impl Replica {
     /// # Errors
     /// If that cannot be written down.
     pub fn leave_group(&mut self) -> Result<()> {
+        self.unprepare()?;
         self.lineage_mut().group = None;
         self.store()
+    }
+
+    /// What was prepared and not committed by its group is a part to go on from: alone, it would count as whole. Durable on return.
+    fn unprepare(&mut self) -> Result<()> {
+        let Some(contents) = journal::measure(self.state(), ARRIVING)?.filter(|contents| contents.whole)
+        else {
+            return Ok(());
+        };
+        let part = contents.without_trailer();
+        if part.segments.is_empty() {
+            return self.drop_journal();
+        }
+        let end = part.start + part.bytes;
+        let cut =
+            self.state().open(ARRIVING, false).and_then(|file| file.set_len(end).and_then(|()| file.sync()));
+        cut.map_err(io_error("cut off", &self.folder().join(ARRIVING)))
     }
 
     /// True if the source that sends is not in its group any more. A delta in a file does not tell.

@@ -311,6 +311,47 @@ fn a_member_takes_nothing_by_itself_while_its_source_is_in_the_group() {
     assert_eq!(pair.stand(&sources, [0, 1], "together again"), [3, 3]);
 }
 
+/// What was prepared with the group, and never committed, is nobody's commit for one that leaves it, whatever crashes meanwhile.
+#[test]
+fn who_leaves_a_group_takes_no_commit_along() {
+    let sources = sources();
+    let start = Pair::at([Kind::File, Kind::Device], &sources, 0);
+    start.sync(&on(), &sources, 1).unwrap();
+    {
+        let (_group, mut replicas) = start.open(&on()).unwrap();
+        for (replica, source) in replicas.iter_mut().zip(&sources) {
+            prepare(replica, &source.tracked(1, 2)).unwrap();
+        }
+    }
+    for (one, (outage, disks, folders)) in
+        [0, 1].into_iter().flat_map(|one| OUTAGES.map(|outage| (one, outage)))
+    {
+        // The folder of a device's replica is opened anew each time, so that a cut tells nothing there.
+        if one == 1 && outage == Outage::PowerCut {
+            continue;
+        }
+        for step in 1.. {
+            let (pair, power) = (start.fork(), Power::new(outage));
+            pair.begin(&power);
+            power.cut_at(step);
+            let left = pair.open_one(one, &power, false).and_then(|mut replica| replica.leave_group());
+            power.crash(disks, folders, step * 7).unwrap();
+            let what = format!("{one} leaves, {outage:?} {disks:?} {folders:?} at step {step}");
+            assert_eq!(pair.stand(&sources, [one, 1 - one], &what), [1, 1], "{what}");
+            let power = on();
+            pair.begin(&power);
+            let mut replica = pair.open_one(one, &power, false).unwrap();
+            if left.is_ok() {
+                // It goes on from the part that it has.
+                let lacks = sources[one].lacks(replica.status(), content(&replica).as_deref(), 2);
+                merge(&mut replica, &lacks, CommitMode::Journal).unwrap();
+                assert!(pair.worlds[one].holds(&sources[one].images[2]), "{what}");
+                break;
+            }
+        }
+    }
+}
+
 #[test]
 fn a_foreign_write_to_one_commits_none() {
     for victim in [0, 1] {
