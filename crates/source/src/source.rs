@@ -14,7 +14,7 @@ use qcow2::Use;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, TrackOptions, TrackedDisk};
 use uuid::Uuid;
 
-use crate::disk::backing::{Backing, PathBacking, changed, disk_in, open_image};
+use crate::disk::backing::{Backing, PathBacking, disk_in, open_image, write_mark};
 use crate::disk::clones::{self, Around, NewClone};
 use crate::disk::discard;
 use crate::disk::export::ExportBacking;
@@ -167,6 +167,8 @@ pub struct Source {
     backing: Arc<dyn Backing>,
     disk: TrackedDisk,
     direct: bool,
+    /// Clients may write to it.
+    served: bool,
     views: Views,
     /// An outer lock, as all that a checkpoint holds (see `trackers/src/tracked.rs`): not for writers.
     epochs: Mutex<Epochs>,
@@ -619,10 +621,10 @@ impl Source {
         stamp.write(&*folder, lives::leave)?;
         lives::open(&*folder, &mut about, history.last(), options.read_only)?;
         foreign.into_iter().for_each(|times| disk.settle(times));
-        disk.look(|| changed(&identity))?;
-        let backing: Arc<dyn Backing> = backing.into();
-        let resized = Some(identity).filter(|_| about.format.is_raw() && !options.read_only);
-        let tending = Tending::begin(&disk, &backing, resized, options.sweep_every)
+        let (backing, served): (Arc<dyn Backing>, bool) = (backing.into(), !options.read_only);
+        disk.look(|| write_mark(&*backing, served))?;
+        let resized = Some(identity).filter(|_| about.format.is_raw() && served);
+        let tending = Tending::begin(&disk, &backing, (served, resized), options.sweep_every)
             .map_err(SourceError::state("start a thread for", folder.path()))?;
         Ok(Source {
             about,
@@ -631,6 +633,7 @@ impl Source {
             backing,
             disk,
             direct: options.direct,
+            served,
             epochs: Mutex::new(Epochs { history, stamp, spared }),
             lost: Mutex::new((lost, last)),
             mirrored: Mutex::default(),
@@ -797,15 +800,19 @@ impl Source {
             epochs.stamp.identity.path.clone_from(&now.path);
         }
         // Asked again, under the check's own ordering: the identity above may be older than a write that has completed since.
-        let look = || self.disk.look(|| self.backing.identity().ok().as_ref().and_then(changed));
-        if !look()? && self.disk.foreign().is_some() {
+        if !self.look_for_writes()? && self.disk.foreign().is_some() {
             // Once no later change can bear that time, what is doubted now is all that others have written by then.
             let clock = self.backing.clock();
             let apart = clock.apart(self.backing.identity()?.ctime_ns);
             std::thread::sleep(Duration::from_nanos(apart + clock.tick()));
-            look()?;
+            self.look_for_writes()?;
         }
         self.look_for_other(epochs)
+    }
+
+    /// Checks whether others have written to it, as [`TrackedDisk::look`].
+    fn look_for_writes(&self) -> Result<bool, SourceError> {
+        Ok(self.disk.look(|| write_mark(&*self.backing, self.served))?)
     }
 
     /// Others have changed it, perhaps to what it was before: then it leaves the way on which its replicas are.
@@ -1102,11 +1109,13 @@ impl Source {
     /// Closes cleanly: makes the record durable, and stamps the image. To be called when no writer is left.
     pub fn close(mut self) -> Result<(), SourceError> {
         self.tending = None;
+        // Before the flush, which may take long: what others write meanwhile shows.
+        self.look_for_writes()?;
         self.disk.close()?;
         let identity = settled(&*self.backing)?;
         // After a power cut the image must not be older than its stamp.
         self.backing.durable_times()?;
-        self.disk.look(|| changed(&identity))?;
+        self.look_for_writes()?;
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
         let doubted = self.lost().filter(|_| !epochs.spared);

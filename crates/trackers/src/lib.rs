@@ -32,7 +32,7 @@ pub use cow_store::{CowFiles, CowStore};
 pub use felt::{Felt, FeltFile};
 pub use find::{find, list};
 pub use last_write_time::LastWriteTime;
-pub use tracked::{Follower, Frozen, TrackError, TrackOptions, TrackedDisk};
+pub use tracked::{Follower, Frozen, TrackError, TrackOptions, TrackedDisk, WriteMark};
 pub use tracker::Tracker;
 pub use tracker_lock::TrackerLock;
 

@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 use std::time::Instant;
 
-use device::{Clock, Disk, Done, Folder, Piece, Queue, Request, RequestKind};
+use device::{Clock, Disk, Done, Folder, Piece, Queue, Request, RequestKind, WriteCounts};
 use extents::{Bitmap, OutOfMemory};
 
 use crate::bitmap_file::BitmapFile;
@@ -174,18 +174,37 @@ struct Shared {
     ending: Mutex<()>,
     /// The next record, created ahead.
     spare: Mutex<Option<BitmapFile>>,
-    /// The last check of the image: the last note then, and the image's time of change.
-    looked: Mutex<Option<(u64, u64)>>,
-    /// Nothing was written since the last check. The next change checks again first: afterwards its own time
-    /// would hide foreign writes.
+    /// The mark of the disk at the last check.
+    looked: Mutex<Option<WriteMark>>,
+    /// No change was admitted since the last check. The next one checks again first: afterwards its own mark would hide foreign writes. Only
+    /// that ends the rest.
     at_rest: AtomicBool,
-    /// Returns the image's time of change, as for [`TrackedDisk::look`].
+    /// Returns the mark of the disk, as for [`TrackedDisk::look`].
     watch: OnceLock<Watch>,
     /// Where the disk ends by now, in bytes, if that is before its end when it was opened.
     end: AtomicU64,
 }
 
-type Watch = Box<dyn Fn() -> Option<u64> + Send + Sync>;
+type Watch = Box<dyn Fn() -> Option<WriteMark> + Send + Sync>;
+
+/// What each write to a disk moves, whoever writes.
+#[derive(Debug, Clone, Copy)]
+pub enum WriteMark {
+    /// The time of change of an image, in nanoseconds since 1970.
+    Changed(u64),
+    /// The kernel's count of writes to a block device.
+    Counted(WriteCounts),
+}
+
+impl WriteMark {
+    fn has_moved(&self, now: &WriteMark) -> bool {
+        match (self, now) {
+            (WriteMark::Changed(was), WriteMark::Changed(now)) => was != now,
+            (WriteMark::Counted(was), WriteMark::Counted(now)) => was.has_moved(now),
+            _ => true,
+        }
+    }
+}
 
 /// A disk whose writes are recorded.
 #[derive(Clone)]
@@ -571,46 +590,57 @@ impl TrackedDisk {
     /// Notes the time if writes are in flight: called every few milliseconds, it tells a next process how long this one
     /// lived. Returns whether there were writes since `before`, an earlier result.
     pub fn pulse(&self, before: u64) -> (bool, u64) {
-        if self.shared.gate.is_busy() || self.shared.served.is_ahead() {
-            self.shared.served.note();
+        let s = &self.shared;
+        // What waits to be admitted after a rest has not written: a note would make what others wrote before it an own write after a kill.
+        if s.gate.is_busy() && !s.at_rest.load(SeqCst) || s.served.is_ahead() {
+            s.served.note();
         }
-        let last = self.shared.served.last();
+        let last = s.served.last();
         (last != before, last)
     }
 
-    /// Checks whether another program has changed the image: its time of change moved although no write went through this disk since
-    /// the last look. `changed` is asked for that time, in nanoseconds since 1970, and must look when it is called: an older
-    /// answer makes one's own writes foreign. While writes come and go, nothing is seen.
+    /// Checks whether another program has written to the disk: its mark moved although no write was admitted since the last look, or is not
+    /// told any more. `mark` is asked for it, and must look when it is called: an older answer makes one's own writes foreign. While
+    /// writes come and go, nothing is seen. `None` where nothing tells.
     ///
     /// False if it is too early: what others write next may be stamped with the time that the image bears already.
-    pub fn look(&self, changed: impl FnOnce() -> Option<u64>) -> Result<bool, TrackError> {
+    pub fn look(&self, mark: impl FnOnce() -> Option<WriteMark>) -> Result<bool, TrackError> {
         let s = &self.shared;
         let mut looked = s.looked.lock().unwrap_or_else(|e| e.into_inner());
         let noted = s.served.last();
-        let Some(changed) = changed() else { return Ok(true) };
-        // Before the gate is checked: a write that enters from now on waits for this check, and then checks first.
-        s.at_rest.store(true, SeqCst);
-        // In this order: a write in progress during the check is still inside the gate, or has left a note.
-        if s.gate.is_busy() || s.served.last() != noted {
-            s.at_rest.store(false, SeqCst);
-            return Ok(true);
+        // At rest, whatever is in the gate waits for this lock before it is admitted.
+        let rested = s.at_rest.load(SeqCst);
+        let now = mark();
+        if !rested {
+            // Before the gate is checked: a write that enters from now on waits for this check, and then checks first.
+            s.at_rest.store(true, SeqCst);
+            // In this order: a write in progress during the check is still inside the gate, or has left a note.
+            if s.gate.is_busy() || s.served.last() != noted {
+                s.at_rest.store(false, SeqCst);
+                return Ok(true);
+            }
         }
-        if looked.is_some_and(|(then, was)| then == noted && was != changed) {
+        let moved = match (&*looked, &now) {
+            (Some(_), None) => true,
+            (Some(was), Some(now)) => rested && was.has_moved(now),
+            (None, _) => false,
+        };
+        *looked = now;
+        if now.is_none() {
+            s.at_rest.store(false, SeqCst);
+        }
+        if moved {
             s.served.doubt().map_err(self.failed("cannot record that the image was changed by others"))?;
         }
-        if !s.settings.clock.is_past(changed as i64) {
-            s.at_rest.store(false, SeqCst);
-            return Ok(false);
-        }
-        *looked = Some((noted, changed));
+        let Some(WriteMark::Changed(changed)) = now else { return Ok(true) };
         // Last: after a kill, what was seen and not doubted is what it should be.
         s.served.see(changed);
-        Ok(true)
+        Ok(s.settings.clock.is_past(changed as i64))
     }
 
-    /// Sets the function for the image's time of change, for the first write after a rest. Later calls have no effect.
-    pub fn watch(&self, changed: impl Fn() -> Option<u64> + Send + Sync + 'static) {
-        let _ = self.shared.watch.set(Box::new(changed));
+    /// Sets the function for the mark of the disk, for the first write after a rest. Later calls have no effect.
+    pub fn watch(&self, mark: impl Fn() -> Option<WriteMark> + Send + Sync + 'static) {
+        let _ = self.shared.watch.set(Box::new(mark));
     }
 
     /// The disk ends here by now, in bytes: what is beyond is refused from now on. A write there would make a file longer again.
@@ -774,9 +804,9 @@ impl Shared {
         if !self.at_rest.load(SeqCst) {
             return;
         }
-        if let (Some((_, was)), Some(now)) = (*looked, self.watch.get().and_then(|watch| watch())) {
-            // No write was admitted since that look. A later note is none of a write, but a pulse's, which has seen this one.
-            if now != was {
+        if let (Some(was), Some(watch)) = (&*looked, self.watch.get()) {
+            // What is not told is not believed.
+            if watch().is_none_or(|now| was.has_moved(&now)) {
                 // Counted in memory that outlives the process; that it is durable, too, is not for a write to wait for.
                 self.served.count_foreign();
             }

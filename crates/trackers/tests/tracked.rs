@@ -10,7 +10,7 @@ use device::{Buf, Dir, Disk, Folder, InlineQueue, Piece, Queue, RamDisk, Request
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use testing::{Random, rounds};
-use trackers::{CowStore, TrackOptions, TrackedDisk};
+use trackers::{CowStore, TrackOptions, TrackedDisk, WriteMark};
 
 const BLOCK: u64 = 4096;
 
@@ -156,16 +156,16 @@ fn a_foreign_write_before_the_first_own_one_is_counted() {
         let changed = Arc::new(AtomicU64::new(7));
         let disk = open(Arc::new(RamDisk::new(1 << 20)), &folder, 0);
         let (seen, written) = (changed.clone(), changed.clone());
-        disk.watch(move || Some(seen.load(SeqCst)));
+        disk.watch(move || Some(WriteMark::Changed(seen.load(SeqCst))));
         disk.write_at(0, &[1; 8]).unwrap();
-        disk.look(|| Some(changed.load(SeqCst))).unwrap();
+        disk.look(|| Some(WriteMark::Changed(changed.load(SeqCst)))).unwrap();
         if others {
             written.store(8, SeqCst);
         }
         disk.write_at(BLOCK, &[1; 8]).unwrap();
         // Own writes move it as well.
         written.store(9, SeqCst);
-        disk.look(|| Some(changed.load(SeqCst))).unwrap();
+        disk.look(|| Some(WriteMark::Changed(changed.load(SeqCst)))).unwrap();
         assert_eq!(disk.foreign().is_some(), others);
     }
 }
@@ -180,12 +180,12 @@ fn a_look_tells_once_the_time_that_it_sees_is_past() {
     let whole = || now() / SECOND * SECOND;
     let past = (whole() / SECOND / 2 * 2 - 3) * SECOND;
     for (changed, tells) in [(whole(), false), (now(), false), (past, true), (now() - SECOND - 1, true)] {
-        assert_eq!(disk.look(|| Some(changed)).unwrap(), tells, "{changed} at {}", now());
+        assert_eq!(disk.look(|| Some(WriteMark::Changed(changed))).unwrap(), tells, "{changed} at {}", now());
     }
     // A foreign write is told at once.
-    disk.look(|| Some(past)).unwrap();
+    disk.look(|| Some(WriteMark::Changed(past))).unwrap();
     let before = disk.foreign();
-    assert!(!disk.look(|| Some(whole())).unwrap());
+    assert!(!disk.look(|| Some(WriteMark::Changed(whole()))).unwrap());
     assert!(disk.foreign() > before);
 }
 

@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
+use dsync_tests::mount::Loop;
 use dsync_tests::scene::fingerprints;
-use dsync_tests::{Random, Run, Scene, find, need, rounds, until};
+use dsync_tests::site::Server;
+use dsync_tests::{Random, Run, Scene, Site, find, need, need_root, rounds, skipped, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -299,6 +301,82 @@ fn a_write_beside_a_server_that_waits_for_its_state_is_noticed() {
     own(&mut scene);
     strace.signal(Signal::TERM);
     assert!(strace.wait_for(Duration::from_secs(20)).is_some(), "strace hangs");
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "compare", "{summary}");
+    scene.equal();
+}
+
+/// A block device has no times; the kernel counts what is written to it.
+#[test]
+fn a_write_beside_the_server_of_a_device_is_noticed() {
+    let what = "a write beside the server of a block device";
+    if !need_root(what) {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new("a device beside its server"));
+    let beneath = site.image("disk.raw", 8 * MIB);
+    let Some(device) = Loop::new(&beneath) else {
+        return skipped(what, "losetup cannot attach one");
+    };
+    let (disk, copy) = (device.device(), site.path("copy.raw"));
+    let export = disk.file_name().expect("a name").to_string_lossy().into_owned();
+    let mut server = site.serve(&[disk], &["--trust-device"]);
+    let own = |server: &Server, random: &mut Random| {
+        let mut client = server.client(&export);
+        client.write(0, &random.bytes(BLOCK as usize)).expect("a write");
+        client.close().expect("the end");
+    };
+    let synced = |method: &str, what: &str| {
+        let summary = site.sync(disk, &copy, &[]).ok().summary();
+        assert_eq!(summary["method"], method, "{what}: {summary}");
+        image::assert_equal(&beneath, &copy);
+    };
+    site.sync(disk, &copy, &[]).ok();
+    for (hidden, restarted) in [(false, false), (true, false), (false, true)] {
+        let what = format!("hidden by an own write {hidden}, restarted {restarted}");
+        own(&server, &mut random);
+        synced("tracked", &what);
+        std::thread::sleep(Duration::from_millis(50));
+        // Through the page cache, and not flushed.
+        image::scribble(disk, 5 * MIB, 4096, &mut random);
+        if hidden {
+            own(&server, &mut random);
+        }
+        if restarted {
+            server.stop();
+            server = site.serve(&[disk], &["--trust-device"]);
+        }
+        synced("compare", &what);
+    }
+    own(&server, &mut random);
+    synced("tracked", "at last");
+    server.stop();
+}
+
+/// A server that is told to stop flushes, which may take long; others write meanwhile.
+#[test]
+fn a_write_while_a_server_ends_is_noticed() {
+    if !need(&["strace"], "a write while a server ends") {
+        return;
+    }
+    let mut scene = Scene::synced("while it ends", 8 * MIB);
+    scene.change(3);
+    let server = scene.server.as_mut().expect("a server");
+    let strace = scene.site.run(&find("strace").expect("strace"));
+    let slow = ["-e", "trace=fsync,fdatasync", "-e", "inject=fsync,fdatasync:delay_enter=500000", "-p"];
+    let strace = strace.args(slow).arg(server.id().to_string()).start();
+    until("strace", || strace.stderr_so_far().contains("attached"));
+    let mut random = scene.random.clone();
+    let mut client = server.client("vm");
+    client.write(0, &random.bytes(BLOCK as usize)).expect("a write");
+    server.process().signal(Signal::TERM);
+    until("a server that flushes", || strace.stderr_so_far().contains("sync("));
+    std::thread::sleep(Duration::from_millis(50));
+    image::scribble(&scene.image, 5 * MIB, 4096, &mut random);
+    assert!(server.process().wait_for(Duration::from_secs(60)).is_some(), "the server hangs");
+    drop(strace);
+    scene.server = None;
+    scene.start();
     let summary = scene.sync(&[]).ok().summary();
     assert_eq!(summary["method"], "compare", "{summary}");
     scene.equal();

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::identity::{Identity, sysfs};
+use crate::sys;
 use crate::usage::may_change;
 
 /// What was written to a block device since it appeared, by any program: if two counts are equal, nothing was written in between.
@@ -34,6 +35,13 @@ impl WriteCounts {
     /// Counts for the device of this number; a partition counts what goes through it. `None` if the kernel does not count.
     pub fn of(device: u64) -> Option<WriteCounts> {
         Counters::of(device)?.read_own()
+    }
+
+    /// Counts for a device as [`WriteCounts::of`], with what its page cache holds, which is written out first.
+    pub fn settled(device: &Identity) -> Option<WriteCounts> {
+        // What is not written out is not on the disk.
+        let _ = File::open(&device.path).and_then(|file| sys::write_back(&file));
+        WriteCounts::of(device.dev)
     }
 }
 

@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex};
 use device::{Boot, Clock, DeviceError, Disk, Format, Identity, WriteCounts, WriteWatch};
 use extents::Extents;
 use qcow2::{Image, ImageHeader, Use};
+use trackers::WriteMark;
 
 use crate::SourceError;
 
@@ -162,8 +163,7 @@ impl Backing for PathBacking {
         !known.is_block() || device::disk_id(known.dev).is_some()
     }
     fn written(&self) -> Option<WriteCounts> {
-        let now = self.identity().ok().filter(Identity::is_block)?;
-        WriteCounts::of(now.dev)
+        WriteCounts::settled(&self.identity().ok().filter(Identity::is_block)?)
     }
     fn durable_times(&self) -> Result<(i64, i64), SourceError> {
         let now = self.identity()?;
@@ -186,9 +186,15 @@ impl Backing for PathBacking {
 /// The name of the socket of a server's qemu-nbd, in the source's folder.
 const SOCKET: &str = "disk";
 
-/// When the image was changed last, in nanoseconds since 1970; `None` for a device.
-pub(crate) fn changed(identity: &Identity) -> Option<u64> {
-    (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
+/// What each write moves of a disk, whoever writes; `None` where nothing tells. A block device that is not `served` is not written to by this
+/// process, and [`Backing::watch`] tells.
+pub(crate) fn write_mark(backing: &dyn Backing, served: bool) -> Option<WriteMark> {
+    let now = backing.identity().ok()?;
+    match now.is_block() {
+        false => Some(WriteMark::Changed(now.ctime_ns.max(0) as u64)),
+        // Own writes go past its page cache, and are counted when they end.
+        true => backing.written().filter(|_| served).map(WriteMark::Counted),
+    }
 }
 
 /// What identifies a disk: its file, and the size of the disk in that.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use device::Identity;
 use trackers::TrackedDisk;
 
-use crate::disk::backing::{Backing, changed};
+use crate::disk::backing::{Backing, write_mark};
 
 /// Sweeps without a write after which a region becomes idle.
 const IDLE_TICKS: u8 = 10;
@@ -26,26 +26,27 @@ pub(crate) struct Tending {
 }
 
 impl Tending {
-    /// Starts them. A disk that was `opened` for writing may be resized beneath its server.
+    /// Starts them, for a disk that is `served` or only read. The size of one that was `opened` as this is looked at, too: it may be
+    /// resized beneath its server.
     ///
     /// # Errors
     /// If a thread cannot be started.
     pub(crate) fn begin(
         disk: &TrackedDisk,
         backing: &Arc<dyn Backing>,
-        opened: Option<Identity>,
+        (served, opened): (bool, Option<Identity>),
         every: Duration,
     ) -> io::Result<Tending> {
         let mut tending = Tending { stop: Arc::default(), threads: Vec::new() };
         let (watched, at, stop) = (disk.clone(), backing.clone(), tending.stop.clone());
-        tending.start("watch", move || watch(&watched, &*at, opened.as_ref(), &stop, every))?;
+        tending.start("watch", move || watch(&watched, &*at, (served, opened.as_ref()), &stop, every))?;
         let (tended, stop) = (disk.clone(), tending.stop.clone());
         tending.start("tend", move || tend(&tended, &stop, every))?;
         let (watcher, at) = (tending.threads[0].thread().clone(), backing.clone());
         disk.watch(move || {
             // A write after a rest: others may write next, which only a look after it tells.
             watcher.unpark();
-            at.identity().ok().as_ref().and_then(changed)
+            write_mark(&*at, served)
         });
         Ok(tending)
     }
@@ -71,7 +72,7 @@ impl Drop for Tending {
 fn watch(
     disk: &TrackedDisk,
     backing: &dyn Backing,
-    opened: Option<&Identity>,
+    (served, opened): (bool, Option<&Identity>),
     stop: &AtomicBool,
     every: Duration,
 ) {
@@ -86,7 +87,7 @@ fn watch(
         if moved {
             (wrote, look) = (Instant::now(), true);
         } else if look {
-            look = disk.look(|| backing.identity().ok().as_ref().and_then(changed)).is_ok_and(|told| !told);
+            look = disk.look(|| write_mark(backing, served)).is_ok_and(|told| !told);
         }
         if let Some(opened) = opened.filter(|_| sized.elapsed() >= LOOK_AT_SIZE) {
             sized = Instant::now();

@@ -83,22 +83,153 @@ fn nothing_is_written_between_two_swaps() {
     assert!(data > 0 && log <= data, "torn: the first disk is at {data}, the second at {log}");
 }
 
+/// A disk with an image whose time of change is told by what a test says it is, and writes of the test's own.
+struct Marked {
+    disk: TrackedDisk,
+    /// The image's time of change; 0 where it cannot be looked at.
+    time: Arc<AtomicU64>,
+    _temp: TempDir,
+}
+
+impl Marked {
+    fn new(clock: Clock) -> Marked {
+        let temp = TempDir::new().unwrap();
+        let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
+        let ram = Arc::new(RamDisk::new(64 * BLOCK));
+        let settings = TrackOptions {
+            block_size: BLOCK as u32,
+            region: TrackOptions::REGION,
+            intents: true,
+            allow_shrink: false,
+            clock,
+        };
+        let disk = TrackedDisk::open(ram, folder, settings, 0, true, false).unwrap();
+        Marked { disk, time: Arc::new(AtomicU64::new(1)), _temp: temp }
+    }
+
+    fn mark(time: &AtomicU64) -> Option<WriteMark> {
+        Some(time.load(SeqCst)).filter(|time| *time != 0).map(WriteMark::Changed)
+    }
+
+    fn look(&self) -> bool {
+        self.disk.look(|| Self::mark(&self.time)).unwrap()
+    }
+
+    fn write(&self) {
+        write(&self.disk, &mut CurrentCache::default(), &[2; BLOCK as usize]);
+    }
+
+    fn noticed(&self) {
+        assert!(self.disk.foreign().is_some(), "another writer is missed");
+    }
+}
+
 /// The time is noted between the moment in which a write has entered and the one in which it looks who has changed the image.
 #[test]
 fn a_pulse_hides_no_other_writer() {
-    let temp = TempDir::new().unwrap();
-    let (_ram, disk, _view) = member(&temp);
-    let (changed, pulses) = (Arc::new(AtomicU64::new(1)), disk.clone());
-    let now = changed.clone();
-    disk.watch(move || {
+    let image = Marked::new(Clock::system());
+    let (pulses, now) = (image.disk.clone(), image.time.clone());
+    image.disk.watch(move || {
         pulses.pulse(0);
-        Some(now.load(SeqCst))
+        Marked::mark(&now)
     });
-    assert!(disk.look(|| Some(1)).unwrap());
-    write(&disk, &mut CurrentCache::default(), &[1; BLOCK as usize]);
-    assert_eq!(disk.foreign(), None, "an own write");
-    assert!(disk.look(|| Some(2)).unwrap());
-    changed.store(3, SeqCst);
-    write(&disk, &mut CurrentCache::default(), &[2; BLOCK as usize]);
-    assert!(disk.foreign().is_some(), "another writer is missed");
+    assert!(image.look());
+    image.write();
+    assert_eq!(image.disk.foreign(), None, "an own write");
+    image.time.store(2, SeqCst);
+    assert!(image.look());
+    assert_eq!(image.disk.foreign(), None, "an own write");
+    image.time.store(3, SeqCst);
+    image.write();
+    image.noticed();
+}
+
+/// A write ends a rest while somebody looks.
+#[test]
+fn a_look_that_meets_a_write_hides_no_other_writer() {
+    let image = Marked::new(Clock::system());
+    let now = image.time.clone();
+    image.disk.watch(move || Marked::mark(&now));
+    assert!(image.look());
+    image.time.store(2, SeqCst);
+    std::thread::scope(|scope| {
+        let looked = image.disk.look(|| {
+            scope.spawn(|| image.write());
+            while !image.disk.shared.gate.is_busy() {
+                std::thread::yield_now();
+            }
+            Marked::mark(&image.time)
+        });
+        looked.unwrap();
+    });
+    image.noticed();
+}
+
+/// A write has entered, which leaves again to log its intent; meanwhile the time is noted, and somebody looks.
+#[test]
+fn a_look_while_an_intent_is_logged_hides_no_other_writer() {
+    let image = Marked::new(Clock::system());
+    let now = image.time.clone();
+    image.disk.watch(move || Marked::mark(&now));
+    assert!(image.look());
+    image.time.store(2, SeqCst);
+    let noted = image.disk.last_write();
+    let side = image.disk.shared.gate.enter();
+    image.disk.pulse(0);
+    assert_eq!(image.disk.last_write(), noted, "what has not been admitted is no write");
+    image.disk.shared.gate.leave(side);
+    image.look();
+    image.noticed();
+}
+
+/// The image cannot be looked at once: then nothing tells what others do meanwhile.
+#[test]
+fn an_image_that_cannot_be_looked_at_is_doubted() {
+    for by_write in [false, true] {
+        let image = Marked::new(Clock::system());
+        let now = image.time.clone();
+        image.disk.watch(move || Marked::mark(&now));
+        assert!(image.look());
+        image.time.store(0, SeqCst);
+        if by_write {
+            image.write()
+        } else {
+            assert!(image.look())
+        }
+        image.time.store(3, SeqCst);
+        image.look();
+        image.noticed();
+        // Once is enough.
+        image.disk.foreign().into_iter().for_each(|times| image.disk.settle(times));
+        image.look();
+        image.write();
+        assert_eq!(image.disk.foreign(), None);
+    }
+}
+
+/// The clock is set back while nobody writes, and later others do.
+#[test]
+fn a_clock_that_is_set_back_hides_no_other_writer() {
+    const SECOND: u64 = 1_000_000_000;
+    let clock = Arc::new(AtomicU64::new(100_000 * SECOND));
+    let ticks = clock.clone();
+    let image = Marked::new(Clock::exact(move || ticks.fetch_add(1, SeqCst)));
+    let now = image.time.clone();
+    image.disk.watch(move || Marked::mark(&now));
+    let mut last = 0;
+    let mut wait = |from: u64| {
+        for second in from..from + 10 {
+            clock.store(second * SECOND, SeqCst);
+            last = image.disk.pulse(last).1;
+            image.look();
+        }
+    };
+    image.write();
+    image.time.store(100_000 * SECOND, SeqCst);
+    wait(100_002);
+    wait(96_400);
+    assert_eq!(image.disk.foreign(), None);
+    image.time.store(96_410 * SECOND, SeqCst);
+    wait(96_411);
+    image.noticed();
 }
