@@ -658,6 +658,65 @@ fn a_rewound_group_knows_nothing_of_the_branch_that_it_left() {
     assert_eq!(before, NAMES.map(|name| image::fingerprint(&d.join(format!("{name}.raw")))));
 }
 
+/// That a replica may give up what only it has says nothing of its source, and nothing of the other replicas: of a disk that was lost, in whose
+/// place is an empty file or an older copy, theirs is the only copy.
+#[test]
+fn a_consent_to_discard_is_for_what_has_diverged() {
+    for (lost, older) in [(1, false), (1, true), (0, false)] {
+        let what = format!("disk {lost} is lost, an older copy is in its place: {older}");
+        let mut two = Two::new(&what);
+        let [far, third] = ["far", "third"].map(|name| two.site.path(name));
+        for dir in [&far, &third] {
+            std::fs::create_dir(dir).expect("a folder");
+            two.site.dsync(["sync", "--group", "db"]).arg(dir).ok();
+        }
+        // Only the first disk of far is on another branch later.
+        two.change(0, 3);
+        two.site.dsync(["sync", "--group", "db"]).arg(&far).ok();
+        two.stop();
+        let there = Site::in_memory();
+        there.dsync(["promote", "--force", "--group"]).arg(&third).ok();
+        let disk = third.join(format!("{}.raw", NAMES[lost]));
+        let (kept, copy) = (std::fs::read(&disk).expect("a disk"), there.path("copy.raw"));
+        if older {
+            Run::new("cp").args(["-p"]).arg(&disk).arg(&copy).ok();
+        } else {
+            std::fs::File::create(&copy).and_then(|file| file.set_len(SIZE)).expect("an empty file");
+        }
+        if older {
+            let server = there.serve(&[&disk], &[]);
+            let mut client = server.client(NAMES[lost]);
+            client.write(0, &two.random.bytes(BLOCK as usize)).expect("a write");
+            client.close().expect("the end");
+            server.stop();
+        }
+        std::fs::remove_file(&disk).expect("a disk");
+        Run::new("cp").args(["-p", "--sparse=always"]).arg(&copy).arg(&disk).ok();
+        let before = fingerprints(&far.join("data.raw"));
+        let brought = |options: &[&str]| there.dsync(["sync", "--group", "db"]).arg(&far).args(options);
+        for options in [&["--discard-there"][..], &["--discard-there", "-n"]] {
+            let refused = brought(options).code(4);
+            let words = if older { "may be the newest copy" } else { "may be the only copy" };
+            refused.says(&[words]);
+            assert!(!refused.text().contains("gave up"), "{what}: {refused}");
+            assert_eq!(before, fingerprints(&far.join("data.raw")), "{what}");
+        }
+        // By itself as well.
+        let alone = there
+            .dsync(["sync", "--discard-there"])
+            .arg(&disk)
+            .arg(far.join(disk.file_name().expect("a name")));
+        alone.code(4).says(&["Nothing was changed"]);
+        // Once the disk is back, the consent holds.
+        std::fs::remove_file(&disk).expect("a disk");
+        std::fs::write(&disk, kept).expect("a disk");
+        brought(&["--discard-there", "--accept-source"]).ok();
+        NAMES.iter().for_each(|name| {
+            image::assert_equal(&third.join(format!("{name}.raw")), &far.join(format!("{name}.raw")));
+        });
+    }
+}
+
 /// A replica under another name is no reason for a second copy of its source beside it.
 #[test]
 fn a_replica_of_another_name_is_not_copied_anew() {

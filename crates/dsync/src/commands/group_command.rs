@@ -92,11 +92,12 @@ impl<'a> GroupSync<'a> {
         group.members().iter().for_each(|handle| effect::on_size(&handle.into(), output));
         let progress = |done, total| output.progress(done, total);
         let pushed = (|| -> Result<_> {
-            if give_up(&group, destination, (args, &mut options), self.state, output)? {
+            let Some(given_up) = give_up(&group, destination, (args, &mut options), self.state, output)?
+            else {
                 return Ok(None);
-            }
+            };
             let (link, receiving) = destination.connect(&args.far, self.state)?;
-            let pushed = sync::push_group(&group, link, &dir, &shown, &options, &progress);
+            let pushed = sync::push_group(&group, link, (&dir, &shown), (&options, &given_up), &progress);
             if let Some(receiving) = receiving {
                 let _ = receiving.join();
             }
@@ -148,19 +149,20 @@ pub(crate) fn sync(
 }
 
 /// Has the disks of a group in a folder give up what only they have, one after the other: what is cut off is done again. All of them are asked
-/// before, so that a refusal finds each as it was. True if it is a dry run, and a disk would have to.
+/// before, so that a refusal finds each as it was. Returns those of which all has to be compared, by their places among the members; `None` if it is a
+/// dry run, and a disk would have to.
 fn give_up(
     group: &GroupHandle,
     destination: &Location,
     (args, options): (&args::Sync, &mut SyncOptions),
     state: &StateDir,
     output: &Output,
-) -> Result<bool> {
-    let Some(how) = options.give_up.take() else { return Ok(false) };
+) -> Result<Option<Vec<usize>>> {
+    let Some(how) = options.give_up.take() else { return Ok(Some(Vec::new())) };
     let asked = options.clone();
-    let mut would = false;
+    let (mut would, mut compared) = (false, Vec::new());
     for dry_run in [true, false].into_iter().filter(|dry_run| *dry_run || !args.dry_run) {
-        for (handle, file) in group.members().iter().zip(group.files()) {
+        for (at, (handle, file)) in group.members().iter().zip(group.files()).enumerate() {
             let how = match &how {
                 GiveUp::Save(folder) => GiveUp::Save(folder.join(format!("{file}.delta"))),
                 GiveUp::Discard => GiveUp::Discard,
@@ -171,9 +173,7 @@ fn give_up(
             let (given_up, compares) = ends.converse(&args.far, state, None, |link, path, name| {
                 sync::give_up_member(handle, link, (path, name), &own)
             })?;
-            // A sync that adopts compares all of them.
-            options.adopt |= compares;
-            options.overwrite |= compares;
+            compared.extend(compares.then_some(at));
             would |= dry_run && given_up.is_some();
             let (_, name) = ends.destination.place()?;
             if let Some(given_up) = given_up.filter(|_| dry_run == args.dry_run) {
@@ -181,7 +181,7 @@ fn give_up(
             }
         }
     }
-    Ok(args.dry_run && would)
+    Ok((!args.dry_run || !would).then_some(compared))
 }
 
 /// Runs a mirror until a signal ends it.

@@ -17,7 +17,7 @@ use crate::conflict::{Conflict, Diverged, Divergence};
 use crate::error::SyncError;
 use crate::options::{GiveUp, SyncOptions};
 use crate::plan::facts::facts;
-use crate::plan::{Knowledge, SourceFacts, choose, refuse_diverged};
+use crate::plan::{Knowledge, SourceFacts, choose, refuse_diverged, refuse_emptied, refuse_other_content};
 use crate::report::{GivenUpWrites, RunningTotals};
 use crate::transfer::Transfer;
 use crate::wire::messages::{Apart, Open, StatusReply, open, part};
@@ -152,12 +152,20 @@ pub(crate) fn consent(
     let mut later = SyncOptions { give_up: None, ..options.clone() };
     let (status, given_up, said) = match loss(&known, &status, options)? {
         Loss::Nothing => {
+            choose(&known, &status, &later)?;
             let said = said_of_nothing(&status, how);
             (status, None, Some(said))
         }
         Loss::Compared => {
             (later.adopt, later.overwrite) = (true, true);
             let since = known.common.map(|epoch| epoch.number);
+            // What only the destination has is given up, for a source of which there is nothing to say.
+            if let Some(why) = handle.lost()? {
+                let doubted = SourceFacts { history: Knowledge::Lost(why), ..known };
+                refuse_emptied(&doubted, &status, options)?;
+                refuse_other_content(&doubted, options)?;
+            }
+            choose(&facts(handle, &status, name, &later)?, &status, &later)?;
             (status, Some(GivenUpWrites { since, bytes: None, saved: None }), None)
         }
         Loss::Since(apart) => {

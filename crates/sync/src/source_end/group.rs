@@ -56,13 +56,13 @@ pub struct GroupSummary {
 }
 
 /// Brings the replicas of a group at the other end of `link` to one moment. They are in the folder `dir`, and have the names of
-/// the sources; `name` is how the user named the folder.
+/// the sources; `name` is how the user named the folder. Of the members in `given_up`, by their places, all is compared and overwritten: they have
+/// given up what is in no record.
 pub fn push_group(
     group: &GroupHandle,
     link: Link,
-    dir: &Path,
-    name: &str,
-    options: &SyncOptions,
+    (dir, name): (&Path, &str),
+    (options, given_up): (&SyncOptions, &[usize]),
     progress: Progress<'_>,
 ) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
     let (sender, receiver) = link.split();
@@ -70,7 +70,7 @@ pub fn push_group(
     let traffic = sender.traffic();
     let pushed = (|| {
         let ends = (&sender, &receiver);
-        let mut session = GroupSession::begin(ends, group, dir, name, options, progress)?;
+        let mut session = GroupSession::begin(ends, group, (dir, name), (options, given_up), progress)?;
         let (mut summary, members) = session.round()?;
         summary.seconds = began.elapsed().as_secs_f64();
         if !options.dry_run {
@@ -88,8 +88,8 @@ pub(crate) struct GroupSession<'a> {
     group: &'a GroupHandle,
     destination: &'a str,
     options: SyncOptions,
-    /// The options for a first copy: without the hook, as nobody is told of its cut.
-    alone: SyncOptions,
+    /// The options of each member, and those for its first copy: without the hook, as nobody is told of its cut.
+    own: Vec<[SyncOptions; 2]>,
     progress: Progress<'a>,
     /// What each member's sync is counted as.
     accounts: Vec<Account>,
@@ -105,36 +105,39 @@ impl<'a> GroupSession<'a> {
     pub(crate) fn begin(
         (sender, receiver): (&'a Sender, &'a Receiver),
         group: &'a GroupHandle,
-        dir: &Path,
-        destination: &'a str,
-        options: &SyncOptions,
+        (dir, destination): (&Path, &'a str),
+        (options, given_up): (&SyncOptions, &[usize]),
         progress: Progress<'a>,
     ) -> Result<GroupSession<'a>, SyncError> {
         if let Some(pace) = &options.bwlimit {
             sender.pace(pace);
         }
         let (mut names, mut paths, mut members) = (Vec::new(), Vec::new(), Vec::<Open>::new());
-        let mut accounts = Vec::new();
-        for (handle, file) in group.members().iter().zip(group.files()) {
+        let (mut accounts, mut own) = (Vec::new(), Vec::new());
+        let (statuses, mut options) = (Vec::new(), options.clone());
+        options.live.cut.together = true;
+        for (at, (handle, file)) in group.members().iter().zip(group.files()).enumerate() {
             handle.be_polite(options.polite);
+            let mut of_member = options.clone();
+            if given_up.contains(&at) {
+                (of_member.adopt, of_member.overwrite) = (true, true);
+            }
             names.push(format!("{}/{file}", destination.trim_end_matches('/')));
             paths.push(dir.join(file));
-            members.push(Open::for_sync(&dir.join(file), options).beside(handle)?);
+            members.push(Open::for_sync(&dir.join(file), &of_member).beside(handle)?);
+            own.push([SyncOptions { hook: None, ..of_member.clone() }, of_member]);
             let name = names.last().map_or("", String::as_str);
             let account = Account::begin(handle, (&dir.join(file), name), &options.way, "sync");
             accounts.push(if options.dry_run { account.dry() } else { account });
         }
         sender.send_json(OPEN_GROUP, &OpenGroup { name: group.name().to_owned(), members })?;
-        let (statuses, mut options) = (Vec::new(), options.clone());
-        options.live.cut.together = true;
-        let alone = SyncOptions { hook: None, ..options.clone() };
         Ok(GroupSession {
             sender,
             receiver,
             group,
             destination,
             options,
-            alone,
+            own,
             progress,
             accounts,
             names,
@@ -202,7 +205,7 @@ impl<'a> GroupSession<'a> {
         let mut summaries = self.commit(cut, members)?;
         (done.epoch, done.epoch_id) = (Some(cut.number), Some(cut.id));
         // What was taken over or created is a replica like any other now.
-        for options in [&mut self.options, &mut self.alone] {
+        for options in self.own.iter_mut().flatten() {
             (options.adopt, options.create) = (false, false);
         }
         for (at, seed) in seeded {
@@ -258,8 +261,8 @@ impl<'a> GroupSession<'a> {
     /// Picks a method for each member, or refuses all of them for one.
     fn choose_all(&self) -> Result<Vec<Choice>, SyncError> {
         let mut choices = Vec::new();
-        for (handle, status, name) in self.each() {
-            choices.push(pick(handle, status, name, &self.options)?);
+        for (at, (handle, status, name)) in self.each().enumerate() {
+            choices.push(pick(handle, status, name, self.options_of(at, true))?);
             let size = handle.reader()?.len();
             if let Some(capacity) = status.replica.capacity.filter(|capacity| *capacity < size) {
                 return Err(SyncError::Refused(format!(
@@ -284,12 +287,17 @@ impl<'a> GroupSession<'a> {
 
     fn estimate_all(&self, choices: Vec<Choice>) -> Result<Vec<Summary>, SyncError> {
         let mut summaries = Vec::new();
-        for ((handle, status, name), choice) in self.each().zip(choices) {
+        for (at, ((handle, status, name), choice)) in self.each().zip(choices).enumerate() {
             let mut summary = member::summary(handle, status, name, true);
-            estimate(handle, choice, status, &self.options, &mut summary)?;
+            estimate(handle, choice, status, self.options_of(at, true), &mut summary)?;
             summaries.push(summary);
         }
         Ok(summaries)
+    }
+
+    /// The options of a member, for what it prepares with the others or for its first copy.
+    fn options_of(&self, at: usize, prepare: bool) -> &SyncOptions {
+        &self.own[at][usize::from(prepare)]
     }
 
     fn transfer(&self, at: usize, prepare: bool) -> Transfer<'_> {
@@ -297,7 +305,7 @@ impl<'a> GroupSession<'a> {
             sender: self.sender,
             receiver: self.receiver,
             name: &self.names[at],
-            options: if prepare { &self.options } else { &self.alone },
+            options: self.options_of(at, prepare),
             totals: RunningTotals::new(self.progress),
             in_place: self.statuses[at].in_place,
             member: (at, prepare),
@@ -352,7 +360,7 @@ impl<'a> GroupSession<'a> {
         let (cut, cuts) = around(&self.options.hook, || Ok(self.group.cut_live(&lacking, limits)?))?;
         let mut planned = Vec::new();
         for ((handle, transfer, summary, approach), cut) in members.into_iter().zip(&cuts) {
-            let prepared = approach.arrive(handle, cut, &self.options)?;
+            let prepared = approach.arrive(handle, cut, transfer.options)?;
             planned.push(PlannedMember::new(handle, transfer, prepared, summary));
         }
         Ok((cut, planned))
@@ -362,7 +370,7 @@ impl<'a> GroupSession<'a> {
         let mut members = Vec::new();
         for (at, (((handle, status, name), choice), view)) in self.each().zip(choices).zip(views).enumerate()
         {
-            let prepared = at_view(handle, view, choice, status.clone(), &self.options)?;
+            let prepared = at_view(handle, view, choice, status.clone(), self.options_of(at, true))?;
             let summary = member::summary(handle, status, name, false);
             members.push(PlannedMember::new(handle, self.transfer(at, true), prepared, summary));
         }
