@@ -14,7 +14,7 @@ use qcow2::Use;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, TrackOptions, TrackedDisk};
 use uuid::Uuid;
 
-use crate::disk::backing::{Backing, PathBacking, disk_in, open_image, write_mark};
+use crate::disk::backing::{Backing, PathBacking, disk_in, mark_of, open_image, write_mark};
 use crate::disk::clones::{self, Around, NewClone};
 use crate::disk::discard;
 use crate::disk::export::ExportBacking;
@@ -572,6 +572,9 @@ impl Source {
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
         let Parts { outside, mut about, disk, folder, backing, history, identity } = parts;
+        // What others write from here on shows, to a file also since its identity was read.
+        let served = !options.read_only;
+        let opened = mark_of(&identity, &*backing, served);
         let last = history.last().map_or(0, |e| e.number);
         if was > identity.size && !options.allow_shrink {
             return Err(SourceError::Shrank { path: about.path, was, is: identity.size });
@@ -621,8 +624,8 @@ impl Source {
         stamp.write(&*folder, lives::leave)?;
         lives::open(&*folder, &mut about, history.last(), options.read_only)?;
         foreign.into_iter().for_each(|times| disk.settle(times));
-        let (backing, served): (Arc<dyn Backing>, bool) = (backing.into(), !options.read_only);
-        disk.look(|| write_mark(&*backing, served))?;
+        let backing: Arc<dyn Backing> = backing.into();
+        disk.look(|| opened)?;
         let resized = Some(identity).filter(|_| about.format.is_raw() && served);
         let tending = Tending::begin(&disk, &backing, (served, resized), options.sweep_every)
             .map_err(SourceError::state("start a thread for", folder.path()))?;
@@ -1108,10 +1111,11 @@ impl Source {
 
     /// Closes cleanly: makes the record durable, and stamps the image. To be called when no writer is left.
     pub fn close(mut self) -> Result<(), SourceError> {
+        // Before the end of what is under way and the flush, which may take long: what others write meanwhile shows.
+        let looked = self.look_for_writes();
         self.tending = None;
-        // Before the flush, which may take long: what others write meanwhile shows.
-        self.look_for_writes()?;
         self.disk.close()?;
+        looked?;
         let identity = settled(&*self.backing)?;
         // After a power cut the image must not be older than its stamp.
         self.backing.durable_times()?;

@@ -189,9 +189,13 @@ const SOCKET: &str = "disk";
 /// What each write moves of a disk, whoever writes; `None` where nothing tells. A block device that is not `served` is not written to by this
 /// process, and [`Backing::watch`] tells.
 pub(crate) fn write_mark(backing: &dyn Backing, served: bool) -> Option<WriteMark> {
-    let now = backing.identity().ok()?;
-    match now.is_block() {
-        false => Some(WriteMark::Changed(now.ctime_ns.max(0) as u64)),
+    mark_of(&backing.identity().ok()?, backing, served)
+}
+
+/// The mark of a disk as of the time at which it was found to be this.
+pub(crate) fn mark_of(found: &Identity, backing: &dyn Backing, served: bool) -> Option<WriteMark> {
+    match found.is_block() {
+        false => Some(WriteMark::Changed(found.ctime_ns.max(0) as u64)),
         // Own writes go past its page cache, and are counted when they end.
         true => backing.written().filter(|_| served).map(WriteMark::Counted),
     }
