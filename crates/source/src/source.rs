@@ -573,8 +573,7 @@ impl Source {
     ) -> Result<Source, SourceError> {
         let Parts { outside, mut about, disk, folder, backing, history, identity } = parts;
         // What others write from here on shows, to a file also since its identity was read.
-        let served = !options.read_only;
-        let opened = mark_of(&identity, &*backing, served);
+        let (served, opened) = (!options.read_only, mark_of(&identity, &*backing, !options.read_only));
         let last = history.last().map_or(0, |e| e.number);
         if was > identity.size && !options.allow_shrink {
             return Err(SourceError::Shrank { path: about.path, was, is: identity.size });
