@@ -1091,7 +1091,8 @@ fn a_mirror_of_a_vm_has_what_was_written_between_two_looks_at_it() {
 #[test]
 fn a_mirror_of_a_vm_that_is_interrupted_in_its_first_copy_ends_its_job() {
     let Some(world) = World::new("a mirror of a VM that is interrupted") else { return };
-    let mirror = world.dsync(&["mirror", "vm:t1", "--bwlimit", "1M"]).arg(&world.replicas);
+    // Slower than the guest writes, so that it is not over before it is interrupted.
+    let mirror = world.dsync(&["mirror", "vm:t1", "--bwlimit", "16K"]).arg(&world.replicas);
     let mut mirror = mirror.start();
     until("the job is there", || {
         assert!(mirror.ended().is_none(), "it ended: {}", mirror.stderr_so_far());

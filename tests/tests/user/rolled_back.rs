@@ -416,7 +416,10 @@ fn a_backup_is_noticed_whatever_was_lost_before_it() {
         let has = [&b, &c].map(|host| image::fingerprint(&host.disk).0);
         put_back(&backup, &a.disk);
         let told = a.site.dsync(["status", "--check"]).code(1).text();
-        assert!(told.contains("source is another") && told.contains("may be the newest copy"), "{told}");
+        assert!(
+            told.contains("source is not what it was") && told.contains("may be the newest copy"),
+            "{told}"
+        );
         for host in [&c, &b, &c] {
             a.sync(host, &[]).code(4).says(&["may be the newest copy", "days before what was recorded"]);
             a.towards(host, &["verify", "--repair"]).code(4).says(&["may be the newest copy"]);

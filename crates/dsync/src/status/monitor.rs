@@ -261,7 +261,7 @@ fn of_source(source: &SourceStatus) -> Option<Problem> {
         Some(why) if source.is_another() => Problem::of(
             "other-content",
             format!(
-                "source is another: syncs of {path} are refused, and a replica may be the newest copy: {why}"
+                "source is not what it was: syncs of {path} are refused, as a replica may be the newest copy: {why}"
             ),
         ),
         Some(why) => Problem::of(
@@ -327,7 +327,10 @@ fn of_replica(
         ("stale", format!("replica is out of date: {late}: the link or the other host is too slow, or hangs"))
     } else if replica.refused && !source.is_another() {
         let why = replica.why.as_deref().unwrap_or_default();
-        ("other-content", format!("source is another: the next sync of {path} to {name} is refused: {why}"))
+        (
+            "other-content",
+            format!("source is not what it was: the next sync of {path} to {name} is refused: {why}"),
+        )
     } else if replica.compared && !source.is_untracked {
         let why = replica.why.as_deref().unwrap_or_default();
         let gap = format!("history has a gap: the next sync of {path} to {name} compares all of it: {why}");

@@ -196,8 +196,9 @@ pub(crate) fn write_mark(backing: &dyn Backing, served: bool) -> Option<WriteMar
 pub(crate) fn mark_of(found: &Identity, backing: &dyn Backing, served: bool) -> Option<WriteMark> {
     match found.is_block() {
         false => Some(WriteMark::Changed(found.ctime_ns.max(0) as u64)),
+        true if !served => None,
         // Own writes go past its page cache, and are counted when they end.
-        true => backing.written().filter(|_| served).map(WriteMark::Counted),
+        true => backing.written().map(WriteMark::Counted),
     }
 }
 

@@ -88,7 +88,8 @@ pub(crate) struct GroupSession<'a> {
     group: &'a GroupHandle,
     destination: &'a str,
     options: SyncOptions,
-    /// The options of each member, and those for its first copy: without the hook, as nobody is told of its cut.
+    /// The options of each member: those for its first copy, without the hook, as nobody is told of its cut, and those for what it prepares with
+    /// the others.
     own: Vec<[SyncOptions; 2]>,
     progress: Progress<'a>,
     /// What each member's sync is counted as.
