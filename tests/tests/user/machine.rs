@@ -1099,7 +1099,7 @@ fn a_mirror_of_a_vm_that_is_interrupted_in_its_first_copy_ends_its_job() {
         world.host.job(VM).is_some()
     });
     mirror.signal(Signal::TERM);
-    assert_eq!(mirror.output(Duration::from_secs(20)).status.code(), Some(130));
+    assert_eq!(mirror.output(Duration::from_secs(60)).status.code(), Some(130));
     world.clean();
 }
 
