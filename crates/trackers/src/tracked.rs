@@ -177,7 +177,7 @@ struct Shared {
     /// The mark of the disk at the last check.
     looked: Mutex<Option<WriteMark>>,
     /// No change was admitted since the last check. The next one checks again first: afterwards its own mark would hide foreign writes. Only
-    /// that ends the rest.
+    /// that ends the rest, and a disk that cannot be looked at, which is doubted.
     at_rest: AtomicBool,
     /// Returns the mark of the disk, as for [`TrackedDisk::look`].
     watch: OnceLock<Watch>,

@@ -8,17 +8,15 @@ use super::*;
 
 const BLOCK: u64 = 4096;
 
+fn settings(clock: Clock) -> TrackOptions {
+    let (block_size, region) = (BLOCK as u32, TrackOptions::REGION);
+    TrackOptions { block_size, region, intents: true, allow_shrink: false, clock }
+}
+
 fn member(temp: &TempDir) -> (Arc<RamDisk>, TrackedDisk, Arc<CowStore>) {
     let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
     let ram = Arc::new(RamDisk::new(64 * BLOCK));
-    let settings = TrackOptions {
-        block_size: BLOCK as u32,
-        region: TrackOptions::REGION,
-        intents: true,
-        allow_shrink: false,
-        clock: Clock::system(),
-    };
-    let disk = TrackedDisk::open(ram.clone(), folder, settings, 0, true, false).unwrap();
+    let disk = TrackedDisk::open(ram.clone(), folder, settings(Clock::system()), 0, true, false).unwrap();
     let view = Arc::new(CowStore::create(temp.path(), 64 * BLOCK, BLOCK as u32, 1 << 20).unwrap());
     (ram, disk, view)
 }
@@ -96,15 +94,16 @@ impl Marked {
         let temp = TempDir::new().unwrap();
         let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
         let ram = Arc::new(RamDisk::new(64 * BLOCK));
-        let settings = TrackOptions {
-            block_size: BLOCK as u32,
-            region: TrackOptions::REGION,
-            intents: true,
-            allow_shrink: false,
-            clock,
-        };
-        let disk = TrackedDisk::open(ram, folder, settings, 0, true, false).unwrap();
+        let disk = TrackedDisk::open(ram, folder, settings(clock), 0, true, false).unwrap();
         Marked { disk, time: Arc::new(AtomicU64::new(1)), _temp: temp }
+    }
+
+    /// One that the first write after a rest looks at.
+    fn watched(clock: Clock) -> Marked {
+        let image = Marked::new(clock);
+        let now = image.time.clone();
+        image.disk.watch(move || Marked::mark(&now));
+        image
     }
 
     fn mark(time: &AtomicU64) -> Option<WriteMark> {
@@ -147,9 +146,7 @@ fn a_pulse_hides_no_other_writer() {
 /// A write ends a rest while somebody looks.
 #[test]
 fn a_look_that_meets_a_write_hides_no_other_writer() {
-    let image = Marked::new(Clock::system());
-    let now = image.time.clone();
-    image.disk.watch(move || Marked::mark(&now));
+    let image = Marked::watched(Clock::system());
     assert!(image.look());
     image.time.store(2, SeqCst);
     std::thread::scope(|scope| {
@@ -168,9 +165,7 @@ fn a_look_that_meets_a_write_hides_no_other_writer() {
 /// A write has entered, which leaves again to log its intent; meanwhile the time is noted, and somebody looks.
 #[test]
 fn a_look_while_an_intent_is_logged_hides_no_other_writer() {
-    let image = Marked::new(Clock::system());
-    let now = image.time.clone();
-    image.disk.watch(move || Marked::mark(&now));
+    let image = Marked::watched(Clock::system());
     assert!(image.look());
     image.time.store(2, SeqCst);
     let noted = image.disk.last_write();
@@ -186,9 +181,7 @@ fn a_look_while_an_intent_is_logged_hides_no_other_writer() {
 #[test]
 fn an_image_that_cannot_be_looked_at_is_doubted() {
     for by_write in [false, true] {
-        let image = Marked::new(Clock::system());
-        let now = image.time.clone();
-        image.disk.watch(move || Marked::mark(&now));
+        let image = Marked::watched(Clock::system());
         assert!(image.look());
         image.time.store(0, SeqCst);
         if by_write {
@@ -213,9 +206,7 @@ fn a_clock_that_is_set_back_hides_no_other_writer() {
     const SECOND: u64 = 1_000_000_000;
     let clock = Arc::new(AtomicU64::new(100_000 * SECOND));
     let ticks = clock.clone();
-    let image = Marked::new(Clock::exact(move || ticks.fetch_add(1, SeqCst)));
-    let now = image.time.clone();
-    image.disk.watch(move || Marked::mark(&now));
+    let image = Marked::watched(Clock::exact(move || ticks.fetch_add(1, SeqCst)));
     let mut last = 0;
     let mut wait = |from: u64| {
         for second in from..from + 10 {
