@@ -225,7 +225,7 @@ impl Handle {
             .then_some((now.size, offers))
     }
 
-    /// Says that the disk is a replica, to what it holds this way led. A server is none of one.
+    /// Says that the disk is a replica, and that this way led to what it holds. Does nothing where a server has the disk: it serves no replica.
     ///
     /// # Errors
     /// If the state cannot be read or written.
