@@ -10,8 +10,8 @@ use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{FoundMembers, Group, Intent, KnownReplicas, Lineage, Replica, ReplicaError, ReplicaOptions};
 use source::{
-    Backing, Gap, Handle, History, Members, Source, SourceError, SourceMembership, SourceMetadata,
-    SourceOptions, Succession,
+    Backing, DeviceTrust, Gap, Handle, History, Members, Source, SourceError, SourceMembership,
+    SourceMetadata, SourceOptions, Succession,
 };
 use sync::{Site, SyncError};
 use trackers::TrackedDisk;
@@ -110,8 +110,12 @@ impl SimSite {
             None => SourceMetadata::new(self.fresh, identity, BLOCK as u32),
         };
         source::write_about(&*folder, &about)?;
-        let options =
-            SourceOptions { read_only, region: REGION, trust_device: true, ..SourceOptions::default() };
+        let options = SourceOptions {
+            read_only,
+            region: REGION,
+            device_trust: DeviceTrust::Said,
+            ..SourceOptions::default()
+        };
         let disk = Arc::new(SimDisk::new(&self.process, self.number(name).unwrap_or(0)));
         Ok((Source::over(about, disk, folder, Box::new(backing), &options)?, reader))
     }
@@ -200,12 +204,17 @@ impl Site for SimSite {
         Ok(true)
     }
 
-    fn doubt(&self, place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
+    fn doubt(
+        &self,
+        place: &Path,
+        about: &SourceMetadata,
+        trust: DeviceTrust,
+    ) -> Result<Option<Gap>, SourceError> {
         let (name, place) = (name_of(&about.path), place.to_string_lossy());
         let held = Held::take(&self.process, &place).ok_or_else(|| busy(&name))?;
         let reader = Arc::new(Mutex::new(self.process.clone()));
         let backing = SimBacking::new(held, &self.process, &reader, IMAGES, &name);
-        Source::doubt_in(&self.folder_named(&place), &backing)
+        Source::doubt_in(&self.folder_named(&place), &backing, trust)
     }
 
     fn written_since(
@@ -318,5 +327,5 @@ impl Site for SimSite {
 }
 
 pub(crate) fn open_options() -> SourceOptions {
-    SourceOptions { trust_device: true, ..SourceOptions::default() }
+    SourceOptions { device_trust: DeviceTrust::Said, ..SourceOptions::default() }
 }

@@ -284,6 +284,14 @@ impl Handle {
         }
     }
 
+    /// False if another program has written to a disk that rests since this opened it.
+    ///
+    /// # Errors
+    /// If it cannot be looked at.
+    pub fn has_rested(&self) -> Result<bool, SourceError> {
+        if let Holder::Here(source) = &self.holder { source.has_rested() } else { Ok(true) }
+    }
+
     /// Takes a checkpoint and opens its view, except for a live disk; with `held`, the view that is open as `@view` instead.
     pub fn view(&self, held: bool) -> Result<View, SourceError> {
         match &self.holder {

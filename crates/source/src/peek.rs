@@ -13,7 +13,7 @@ use crate::live::OTHER_HISTORY;
 use crate::record::history::History;
 use crate::record::stamp::ImageStamp;
 use crate::record::state::SourceMetadata;
-use crate::source::Source;
+use crate::source::{DeviceTrust, Source};
 use crate::{Gap, SourceError};
 
 /// Why the next sync could not use what was recorded since the last epoch of a source, and would compare; `None` if it could.
@@ -27,7 +27,7 @@ pub fn lost(place: &Path, about: &SourceMetadata, history: &History) -> Result<O
     }
     match trackers::find(&about.path)? {
         Some(tracker) => record_lost(&*tracker, about, history),
-        None => match Source::doubt(place, about)? {
+        None => match Source::doubt(place, about, DeviceTrust::Never)? {
             Some(why) => clones::lost(&opened(place)?, history, why),
             None => Ok(None),
         },
@@ -43,8 +43,8 @@ fn opened(place: &Path) -> Result<Dir, SourceError> {
 ///
 /// # Errors
 /// If its state or its disk cannot be looked at.
-pub fn doubt(place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
-    Source::doubt(place, about)
+pub fn doubt(place: &Path, about: &SourceMetadata, trust: DeviceTrust) -> Result<Option<Gap>, SourceError> {
+    Source::doubt(place, about, trust)
 }
 
 /// True if the source was ever served, or tracked by clones: then its changes are to be recorded, and that they are not is worth a word.
@@ -115,7 +115,7 @@ pub fn written_since(
                 into.set((range.start / unit).min(end)..end);
             }
             let more = "what was written last may not be on its file system yet";
-            Source::doubt(place, about)?.map(|_| more.into())
+            Source::doubt(place, about, DeviceTrust::Never)?.map(|_| more.into())
         }
         (None, None) => {
             let last = history.last().map_or(0, |last| last.number);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use delta::Epoch;
-use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, Life, WriteWatch};
+use device::{Clock, Dir, Disk, Folder, FolderLock, Format, Identity, Life, WriteCounts, WriteWatch};
 use extents::Bitmap;
 use lineage::{Lives, Point};
 use qcow2::Use;
@@ -55,8 +55,8 @@ pub struct SourceOptions {
     pub at_rest: AtRest,
     /// Write bypassing the page cache.
     pub direct: bool,
-    /// Trust the record of a block device across a stop.
-    pub trust_device: bool,
+    /// When the record of a block device is trusted across a stop.
+    pub device_trust: DeviceTrust,
     /// Accept a source smaller than its record.
     pub allow_shrink: bool,
     /// The most bytes that one view may save.
@@ -67,6 +67,25 @@ pub struct SourceOptions {
     pub region: u64,
     /// Time between sweeps of the write-intent log; a region becomes idle after ten without a write.
     pub sweep_every: Duration,
+}
+
+/// When the record of a block device is trusted across a stop.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum DeviceTrust {
+    /// Never: other hosts may share its medium, and write to that.
+    #[default]
+    Never,
+    /// If this kernel has counted no write to it since: for the steps of one command, and for completing a command that has ended its source.
+    Counted,
+    /// Its user says that nothing else wrote to it.
+    Said,
+}
+
+impl DeviceTrust {
+    /// By what its user says.
+    pub fn of(said: bool) -> DeviceTrust {
+        if said { DeviceTrust::Said } else { DeviceTrust::Never }
+    }
 }
 
 /// Whether a disk has to be at rest while it is open.
@@ -94,7 +113,7 @@ impl Default for SourceOptions {
             told: None,
             at_rest: AtRest::NotNeeded,
             direct: false,
-            trust_device: false,
+            device_trust: DeviceTrust::Never,
             allow_shrink: false,
             view_limit: SourceOptions::VIEW_LIMIT,
             intents: true,
@@ -214,6 +233,18 @@ pub(crate) struct Parts {
     pub backing: Box<dyn Backing>,
     pub history: History,
     pub identity: Identity,
+}
+
+/// What was found of a source when it was opened.
+pub(crate) struct Found {
+    /// Whether its record can be believed.
+    pub verdict: StampVerdict,
+    /// The size that its image had, in bytes.
+    pub was: u64,
+    /// The times of a foreign write, if one was noticed.
+    pub foreign: Option<u64>,
+    /// Of a block device, the kernel's count of writes by which that was found.
+    pub counted: Option<WriteCounts>,
 }
 
 impl Parts {
@@ -438,15 +469,14 @@ impl Source {
         })
     }
 
-    /// What the state in `folder` says of the image as it is: whether the record can be believed, the size that the image had,
-    /// and the times of a foreign write, if one was noticed.
+    /// What the state in `folder` says of the image as it is.
     fn verdict(
         folder: &dyn Folder,
         backing: &dyn Backing,
         identity: &Identity,
         last: Option<Epoch>,
-        trust_device: bool,
-    ) -> Result<(StampVerdict, u64, Option<u64>), SourceError> {
+        trust: DeviceTrust,
+    ) -> Result<Found, SourceError> {
         let served = LastWriteTime::open(folder, backing.clock())
             .map_err(SourceError::state("open", folder.path()))?;
         let last_write = LastWrite {
@@ -454,7 +484,7 @@ impl Source {
             in_flight: served.was_busy(),
             seen: served.seen(),
             foreign: served.foreign().is_some(),
-            written: backing.written(),
+            written: backing.counted(),
         };
         let stamp = ImageStamp::read(folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
@@ -471,7 +501,7 @@ impl Source {
             (None, Some(stamp)) if identity.is_block() && stamp.is_copied(folder) => {
                 StampVerdict::Lost(COPIED.into())
             }
-            (None, Some(stamp)) => stamp.verdict(identity, &boot, last_write, trust_device),
+            (None, Some(stamp)) => stamp.verdict(identity, &boot, last_write, trust),
         };
         // Which content it is, is another question than what is known of its changes.
         let verdict = match (verdict, stamp) {
@@ -486,21 +516,29 @@ impl Source {
             }
             (verdict, _) => verdict,
         };
-        Ok((verdict, was, served.foreign()))
+        Ok(Found { verdict, was, foreign: served.foreign(), counted: last_write.written })
     }
 
     /// Why the record of a source that no process holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
-    pub(crate) fn doubt(place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
+    pub(crate) fn doubt(
+        place: &Path,
+        about: &SourceMetadata,
+        trust: DeviceTrust,
+    ) -> Result<Option<Gap>, SourceError> {
         if device::is_export(&about.path) {
             return Ok(Some(UNRECORDED.into()));
         }
         let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
-        Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place, about.format))
+        Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place, about.format), trust)
     }
 
     /// Why the record in the state folder of a source that no process holds could not be believed; `None` if it could.
     #[doc(hidden)]
-    pub fn doubt_in(folder: &dyn Folder, backing: &dyn Backing) -> Result<Option<Gap>, SourceError> {
+    pub fn doubt_in(
+        folder: &dyn Folder,
+        backing: &dyn Backing,
+        trust: DeviceTrust,
+    ) -> Result<Option<Gap>, SourceError> {
         if ImageStamp::read(folder)?.is_none() {
             return Ok(Some("writes to the source are not recorded at present".into()));
         }
@@ -509,7 +547,7 @@ impl Source {
             match (backing.identity(), moments::elsewhere(folder, last)?) {
                 // A disk of which others tell need not be on this machine.
                 (Err(_), Some(why)) => Ok(StampVerdict::Lost(why)),
-                (identity, _) => Ok(Self::verdict(folder, backing, &identity?, last, false)?.0),
+                (identity, _) => Ok(Self::verdict(folder, backing, &identity?, last, trust)?.verdict),
             }
         };
         let verdict = match look()? {
@@ -547,16 +585,15 @@ impl Source {
         };
         let Parts { folder, backing, identity, .. } = &parts;
         let last = parts.history.last();
-        let (recorded, was, foreign) =
-            Self::verdict(&**folder, &**backing, identity, last, options.trust_device)?;
-        let verdict = match (&parts.outside, unmade, recorded) {
+        let found = Self::verdict(&**folder, &**backing, identity, last, options.device_trust)?;
+        let verdict = match (&parts.outside, unmade, found.verdict) {
             (Some(outside), _, recorded) => outside.verdict(recorded),
             (None, Some(why), StampVerdict::Lost(Gap::Told(_))) => {
                 StampVerdict::Lost(format!("no clone of it could be made: {why}").into())
             }
             (None, _, recorded) => recorded,
         };
-        let source = Self::begin(parts, (verdict, was, foreign), options)?;
+        let source = Self::begin(parts, Found { verdict, ..found }, options)?;
         if is_tracked && !options.read_only {
             // What was written before is in the record, as is what will be.
             source.outside().take();
@@ -565,13 +602,10 @@ impl Source {
         Ok(source)
     }
 
-    /// Opens a source by a verdict on its record, the size that its image had, and the times of a foreign write.
-    pub(crate) fn begin(
-        parts: Parts,
-        (verdict, was, foreign): (StampVerdict, u64, Option<u64>),
-        options: &SourceOptions,
-    ) -> Result<Source, SourceError> {
+    /// Opens a source by what was found of it.
+    pub(crate) fn begin(parts: Parts, found: Found, options: &SourceOptions) -> Result<Source, SourceError> {
         let Parts { outside, mut about, disk, folder, backing, history, identity } = parts;
+        let Found { verdict, was, foreign, counted } = found;
         // What others write from here on shows, to a file also since its identity was read.
         let (served, opened) = (!options.read_only, mark_of(&identity, &*backing, !options.read_only));
         let last = history.last().map_or(0, |e| e.number);
@@ -595,7 +629,8 @@ impl Source {
             epoch: last,
             // A server continues with the smaller disk at once.
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
-            written: None,
+            written: counted,
+            proven: !spared,
             marked: None,
             durable: ended.map_or(0, |c| c.durable),
             durable_content: ended.map_or(0, |c| c.durable_content),
@@ -913,7 +948,7 @@ impl Source {
                     foreign.into_iter().for_each(|times| self.disk.settle(times));
                     drop(gap);
                     (epochs.stamp.lost, epochs.stamp.larger, epochs.stamp.epoch) = (None, None, epoch.number);
-                    epochs.spared = false;
+                    (epochs.spared, epochs.stamp.proven) = (false, true);
                     epochs.stamp.write(&*self.folder, lives::leave)
                 });
                 if let Err(error) = settled {
@@ -1108,6 +1143,26 @@ impl Source {
         self.disk.dirty().map_err(SourceError::memory(&self.about.path))
     }
 
+    /// False if another program has written to the disk since it was opened. One that is served is watched otherwise.
+    ///
+    /// # Errors
+    /// If it cannot be looked at.
+    pub(crate) fn has_rested(&self) -> Result<bool, SourceError> {
+        let now = settled(&*self.backing)?;
+        Ok(self.had_rested(&self.epochs().stamp, &now, self.backing.counted()))
+    }
+
+    /// Whether the disk had rested since it was opened, when it was found so.
+    fn had_rested(&self, opened: &ImageStamp, now: &Identity, counted: Option<WriteCounts>) -> bool {
+        match (now.is_block(), opened.written, counted) {
+            _ if self.served => true,
+            (false, ..) => *now == opened.identity,
+            (true, Some(then), Some(now)) => !then.has_moved(&now),
+            // The kernel does not count.
+            (true, ..) => device::may_change(&now.path).is_none(),
+        }
+    }
+
     /// Closes cleanly: makes the record durable, and stamps the image. To be called when no writer is left.
     pub fn close(mut self) -> Result<(), SourceError> {
         // Before the end of what is under way and the flush, which may take long: what others write meanwhile shows.
@@ -1137,13 +1192,14 @@ impl Source {
         };
         let epoch = epochs.history.last().map_or(0, |e| e.number);
         let boot = boot.id.clone();
-        let written = self.backing.written();
+        let written = self.backing.counted();
         // Of a disk that was resized meanwhile it has other blocks when it is opened.
         let marked =
             self.disk.dirty().ok().map(|dirty| dirty.count()).filter(|_| self.disk.len() == identity.size);
         // What is the same in any state is kept.
         let kept = epochs.stamp.clone();
-        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked, ..kept }
+        let proven = !epochs.spared && self.had_rested(&epochs.stamp, &identity, written);
+        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, proven, marked, ..kept }
             .write(&*self.folder, lives::leave)
     }
 }

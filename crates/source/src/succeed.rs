@@ -20,7 +20,7 @@ use crate::record::history::History;
 use crate::record::history::trail::Trail;
 use crate::record::stamp::StampVerdict;
 use crate::record::state::{ABOUT, SourceMetadata, StateDir, write_about};
-use crate::source::{AtRest, Parts, Source, SourceOptions};
+use crate::source::{AtRest, Found, Parts, Source, SourceOptions};
 
 /// What a replica takes over from its source.
 #[derive(Debug)]
@@ -140,7 +140,7 @@ pub fn succeed_in(
     backing: Box<dyn Backing>,
 ) -> Result<(), SourceError> {
     clear(&*folder).map_err(SourceError::state("clear", folder.path()))?;
-    let identity = backing.identity()?;
+    let (identity, counted) = (backing.identity()?, backing.counted());
     let Succession { uuid, term, base, block_size, .. } = *succession;
     let about = SourceMetadata {
         term,
@@ -167,7 +167,8 @@ pub fn succeed_in(
     // Whether it was served or not, an older content of it is a backup.
     let options = SourceOptions { read_only: true, at_rest: AtRest::InUse, ..SourceOptions::default() };
     // The replica was just seen to be what its lineage says, and is held.
-    let found = (StampVerdict::Trusted { power_lost: false }, 0, None);
+    let verdict = StampVerdict::Trusted { power_lost: false };
+    let found = Found { verdict, was: 0, foreign: None, counted };
     Source::begin(parts, found, &options)?.close()?;
     write_about(&*folder, &about)
 }

@@ -8,7 +8,8 @@ use device::{Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{Group, Intent, KnownReplicas, Lineage, Replica};
 use source::{
-    Gap, Handle, History, Members, SourceError, SourceMembership, SourceMetadata, SourceOptions, Succession,
+    DeviceTrust, Gap, Handle, History, Members, SourceError, SourceMembership, SourceMetadata, SourceOptions,
+    Succession,
 };
 use uuid::Uuid;
 
@@ -82,7 +83,12 @@ pub trait Site: Sync {
     ///
     /// # Errors
     /// As [`source::doubt`].
-    fn doubt(&self, place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError>;
+    fn doubt(
+        &self,
+        place: &Path,
+        about: &SourceMetadata,
+        trust: DeviceTrust,
+    ) -> Result<Option<Gap>, SourceError>;
     /// Adds the blocks written since the last epoch to `into`, and says why not all are known: [`source::written_since`].
     ///
     /// # Errors

@@ -5,6 +5,7 @@ mod advice;
 mod chain;
 mod clients;
 mod clones;
+mod cut_demotion;
 mod device_in_two_roles;
 mod direct;
 mod discover;

@@ -39,10 +39,21 @@ impl WriteCounts {
 
     /// Counts for a device as [`WriteCounts::of`], with what its page cache holds, which is written out first.
     pub fn settled(device: &Identity) -> Option<WriteCounts> {
-        // What is not written out is not on the disk.
-        let _ = File::open(&device.path).and_then(|file| sys::write_back(&file));
+        settle(device);
         WriteCounts::of(device.dev)
     }
+
+    /// Counts as [`WriteCounts::settled`], for a partition also what goes past all partitions of its disk. `None` also if the disk is so busy that its
+    /// counts do not agree.
+    pub fn settled_whole(device: &Identity) -> Option<WriteCounts> {
+        settle(device);
+        Counters::of(device.dev)?.read()
+    }
+}
+
+/// Writes out what the page cache holds of a device: what is not on the disk is not counted.
+fn settle(device: &Identity) {
+    let _ = File::open(&device.path).and_then(|file| sys::write_back(&file));
 }
 
 /// The folder in sysfs of the disk that a device is a part of, or is.

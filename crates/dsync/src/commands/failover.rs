@@ -355,6 +355,9 @@ pub(crate) fn say_demotion(summary: &DemoteSummary, output: &Output) {
         "{path} {done} a replica of source {}, {since} (term {} has ended)",
         summary.source, summary.term
     ));
+    if summary.others_wrote {
+        output.say("  others may have written to it since then: a sync to it asks for --adopt, which compares all of it");
+    }
     if let Some(file) = &summary.saved {
         output.say(&format!("  what was written since is saved in {0}: dsync inspect {0}", file.display()));
     } else if summary.again && summary.bytes_unsure.is_some_and(|bytes| bytes > 0) {

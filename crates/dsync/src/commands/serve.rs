@@ -512,7 +512,7 @@ fn open_tracked(
         block_size,
         read_only: false,
         direct: args.direct,
-        trust_device: args.open.trust_device,
+        device_trust: source::DeviceTrust::of(args.open.trust_device),
         allow_shrink: args.open.allow_shrink,
         view_limit: args.view_limit,
         sweep_every: sweep_every(),

@@ -328,7 +328,7 @@ impl<'a> Machine<'a> {
         let given = crate::reach::source::source_options(self.open)?;
         let options = SourceOptions {
             block_size: given.block_size,
-            trust_device: given.trust_device,
+            device_trust: given.device_trust,
             allow_shrink: given.allow_shrink,
             at_rest: AtRest::InUse,
             ..options

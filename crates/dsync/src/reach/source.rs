@@ -47,7 +47,7 @@ pub(crate) fn close<T, E: Into<anyhow::Error>>(handle: Handle, done: Result<T, E
 pub(crate) fn source_options(args: &args::SourceArgs) -> Result<source::SourceOptions> {
     Ok(source::SourceOptions {
         block_size: block_size(args.block_size)?,
-        trust_device: args.trust_device,
+        device_trust: source::DeviceTrust::of(args.trust_device),
         allow_shrink: args.allow_shrink,
         ..source::SourceOptions::default()
     })

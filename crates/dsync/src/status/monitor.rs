@@ -515,7 +515,11 @@ fn of_differing(known: &KnownReplica, others: &[Problem]) -> Option<Problem> {
 /// A former source that holds what no other disk has.
 fn of_diverged(known: &KnownReplica) -> Option<Problem> {
     let path = known.path.display();
-    let lineage = known.lineage.as_ref().filter(|lineage| lineage.role.demoted.is_some())?;
+    // What others may have written has its own problem.
+    let told = |lineage: &&replica::Lineage| {
+        lineage.role.demoted.is_some() && lineage.unsure != replica::Unsure::Everything
+    };
+    let lineage = known.lineage.as_ref().filter(told)?;
     let written = Some(lineage.unsure_bytes()).filter(|bytes| *bytes > 0)?;
     let message = format!(
         "replica has diverged: {path} was demoted with {} that its new source does not have, and the next sync to it overwrites them: \

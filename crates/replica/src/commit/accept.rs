@@ -71,12 +71,13 @@ impl Lineage {
 
 impl Replica {
     /// True if the content of its file is as long and as old as it was left at the last commit: whoever wrote to it has set that time back, to the
-    /// nanosecond. False for a device, which has no times.
+    /// nanosecond. False for a device, which has no times, and where it is known that others have written.
     pub(crate) fn is_as_old(&self) -> bool {
         let found = self.destination().stamp(Name::Final).ok().flatten();
         let of = |stamp: &crate::state::lineage::Stamp| Some((stamp.size, stamp.written?));
         let left = self.lineage().stamp.as_ref().and_then(of);
-        left.is_some() && left == found.as_ref().and_then(of)
+        let is_told = left.is_some() && self.lineage().unsure != Unsure::Everything;
+        is_told && left == found.as_ref().and_then(of)
     }
 
     /// How much of it must be found equal to its epoch, if that makes a difference: others have changed it, moments of its past are kept, and

@@ -37,8 +37,17 @@ pub struct Demotion {
     /// An epoch of it, and the blocks written after that, which are given up. `None` if it is not known what was written: then the next
     /// sync compares.
     pub since: Option<(Epoch, UnsureSet)>,
+    /// Others may have written to the disk since it ended as a source at that epoch, as they may to any replica.
+    pub others_wrote: bool,
     /// What was written was saved as a delta in this file.
     pub saved: Option<PathBuf>,
+}
+
+impl Demotion {
+    /// The epoch that has all that was written to the source; `None` if some of that is given up.
+    pub fn last(&self) -> Option<Epoch> {
+        self.since.as_ref().filter(|(_, unsure)| unsure.is_empty()).map(|(epoch, _)| *epoch)
+    }
 }
 
 /// The epochs at which a former source can be demoted anew once it is promoted again, oldest first: those after which its own history
@@ -105,13 +114,17 @@ impl Replica {
         self.untouched()?;
         let (epoch, unsure) =
             demotion.since.clone().map_or((None, UnsureSet::new()), |(epoch, unsure)| (Some(epoch), unsure));
-        let unsure = self.keep_unsure(&unsure, "the disk is the source that it was")?;
+        let unsure = match demotion.others_wrote {
+            true => Unsure::Everything,
+            false => self.keep_unsure(&unsure, "the disk is the source that it was")?,
+        };
         let mut role = Role::replica(demotion.term, demotion.lives.clone());
         role.demoted = Some(Demoted {
             since: now(),
             told: None,
             saved: demotion.saved.clone(),
             lives: demotion.lives.clone(),
+            complete: demotion.last().is_some(),
             gave_up: demotion.gave_up,
         });
         if let Some(epoch) = &epoch {

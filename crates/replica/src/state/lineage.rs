@@ -555,6 +555,7 @@ mod tests {
             made_in: Some("/var/lib/dsync".into()),
             released: Some(Released { epoch: at(2), term: 2 }),
             demoted: Some(crate::Demoted {
+                complete: true,
                 since: 6,
                 told: Some("far:/vm.raw".into()),
                 saved: None,

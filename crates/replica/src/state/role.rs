@@ -77,6 +77,9 @@ pub struct Demoted {
     /// The lives that led to all that was written to it.
     #[serde(default, skip_serializing_if = "Lives::is_empty")]
     pub lives: Lives,
+    /// All that was written to it as a source is in the epoch at which it was demoted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub complete: bool,
     /// The promotion with which its last term had begun, if that gave up something.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gave_up: Option<GaveUp>,

@@ -624,6 +624,7 @@ fn a_promotion_that_has_ended_is_not_completed_again() {
             block_size: BLOCK as u32,
             size: source.images[1].len() as u64,
             since: Some((source.epochs[1], crate::UnsureSet::new())),
+            others_wrote: false,
             saved: None,
         };
         replica.demote(&demotion, &|_| true).unwrap();

@@ -150,6 +150,7 @@ fn demotion(source: &Source, size: u64, blocks: &[u64]) -> Demotion {
         block_size: BLOCK as u32,
         size,
         since: Some(since),
+        others_wrote: false,
         saved: None,
     }
 }

@@ -41,6 +41,10 @@ pub trait Backing: Send + Sync {
     fn written(&self) -> Option<WriteCounts> {
         None
     }
+    /// The same with writes to a partition through its disk. `None` also while the disk is too busy to be counted.
+    fn counted(&self) -> Option<WriteCounts> {
+        None
+    }
     /// False for a block device whose disk has no identifier: its name may be that of another one after a reboot.
     fn is_named(&self) -> bool {
         true
@@ -164,6 +168,9 @@ impl Backing for PathBacking {
     }
     fn written(&self) -> Option<WriteCounts> {
         WriteCounts::settled(&self.identity().ok().filter(Identity::is_block)?)
+    }
+    fn counted(&self) -> Option<WriteCounts> {
+        WriteCounts::settled_whole(&self.identity().ok().filter(Identity::is_block)?)
     }
     fn durable_times(&self) -> Result<(i64, i64), SourceError> {
         let now = self.identity()?;

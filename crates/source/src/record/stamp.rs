@@ -43,6 +43,7 @@ use device::{Boot, DiskKind, Folder, Identity, Life, StateFile, WriteCounts};
 use serde::{Deserialize, Serialize};
 use trackers::TrackedDisk;
 
+use crate::source::DeviceTrust;
 use crate::{Gap, SourceError};
 
 const NAME: &str = "stamp";
@@ -65,9 +66,13 @@ pub(crate) struct ImageStamp {
     /// allowed to read the smaller one, and failed, has not agreed to it for others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub larger: Option<u64>,
-    /// Of a block device whose record was closed, the kernel's count of writes then. `None` where there is none.
+    /// Of a block device the kernel's count of writes, when the record was closed or, while a source is open, when that was opened. `None`
+    /// where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub written: Option<WriteCounts>,
+    /// The record was believed, or an epoch has ended since: what the count shows it to have, it has.
+    #[serde(default)]
+    pub proven: bool,
     /// Blocks that the record had when it was closed: it has no checksum, because it is written through a mapping. `None` while a
     /// source is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -360,7 +365,7 @@ impl ImageStamp {
         now: &Identity,
         boot: &Boot,
         last: LastWrite,
-        trust_device: bool,
+        trust: DeviceTrust,
     ) -> StampVerdict {
         if let Some(why) = &self.lost {
             return StampVerdict::Lost(why.clone());
@@ -377,11 +382,22 @@ impl ImageStamp {
         let life = boot.life(&self.boot);
         if now.is_block() {
             let power_lost = !self.clean && life != Life::This;
-            let counts = self.written.zip(last.written).filter(|_| self.clean && life == Life::This);
-            if counts.is_some_and(|(then, now)| then.has_moved(&now)) {
+            let counts = self.written.zip(last.written).filter(|_| life == Life::This);
+            let has_moved = counts.map(|(then, now)| then.has_moved(&now));
+            // While a source is open its own writes are counted as well.
+            if has_moved == Some(true) && self.clean {
                 return StampVerdict::Lost(UNSERVED.into());
             }
-            return match trust_device {
+            let is_trusted = match trust {
+                DeviceTrust::Never => false,
+                // Where the kernel counts nothing, nothing more is known than when it was closed.
+                DeviceTrust::Counted if self.written.is_none() && last.written.is_none() => {
+                    self.proven && self.clean && life == Life::This
+                }
+                DeviceTrust::Counted => self.proven && has_moved == Some(false),
+                DeviceTrust::Said => true,
+            };
+            return match is_trusted {
                 true => StampVerdict::Trusted { power_lost },
                 false => StampVerdict::Unproven { why: UNPROVEN.into(), power_lost },
             };
@@ -459,6 +475,7 @@ mod tests {
             epoch: 1,
             larger: None,
             written: None,
+            proven: true,
             marked: None,
             durable: 0,
             durable_content: 0,
@@ -471,6 +488,34 @@ mod tests {
     }
 
     #[test]
+    fn a_device_is_as_it_was_while_the_kernel_has_counted_no_write() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = Identity { kind: DiskKind::Block, ..device::identity(file.path()).unwrap() };
+        let count = |sectors| Some(WriteCounts { sectors, ..WriteCounts::default() });
+        let last = LastWrite { time: 0, in_flight: false, seen: 0, foreign: false, written: count(7) };
+        let known = ImageStamp { written: count(7), ..unclean(now.clone(), "this one") };
+        let of = |stamp: &ImageStamp, boot: &str, last, trust| {
+            let verdict = stamp.verdict(&now, &Boot { id: boot.into(), began: 0 }, last, trust);
+            matches!(verdict, StampVerdict::Trusted { .. })
+        };
+        let here = "this one";
+        for clean in [true, false] {
+            let stamp = ImageStamp { clean, ..known.clone() };
+            assert!(of(&stamp, here, last, DeviceTrust::Counted));
+            assert!(!of(&stamp, here, last, DeviceTrust::Never), "other hosts may write to it");
+            // Nothing has counted, all has been counted, or it was not known then.
+            assert!(!of(&stamp, "another", last, DeviceTrust::Counted));
+            assert!(!of(&stamp, here, LastWrite { written: count(8), ..last }, DeviceTrust::Counted));
+            assert!(!of(&ImageStamp { proven: false, ..stamp }, here, last, DeviceTrust::Counted));
+        }
+        let uncounted = LastWrite { written: None, ..last };
+        for clean in [true, false] {
+            let stamp = ImageStamp { clean, written: None, ..known.clone() };
+            assert_eq!(of(&stamp, here, uncounted, DeviceTrust::Counted), clean);
+        }
+    }
+
+    #[test]
     fn after_a_kill_the_image_is_no_older_than_it_was_seen() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let now = device::identity(file.path()).unwrap();
@@ -479,21 +524,24 @@ mod tests {
         let stamp = |ctime_ns| unclean(Identity { ctime_ns, ..now.clone() }, &boot.id);
         let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false, written: None };
         let trusted = StampVerdict::Trusted { power_lost: false };
-        assert_eq!(stamp(1).verdict(&now, &boot, last(changed), false), trusted);
+        assert_eq!(stamp(1).verdict(&now, &boot, last(changed), DeviceTrust::Never), trusted);
         // Rolled back, even to the very state that was opened; or written to after the clock was set back.
         for opened in [1, now.ctime_ns] {
-            let verdict = stamp(opened).verdict(&now, &boot, last(changed + 1), false);
+            let verdict = stamp(opened).verdict(&now, &boot, last(changed + 1), DeviceTrust::Never);
             assert!(
                 matches!(&verdict, StampVerdict::Lost(why) if why.to_string().contains("earlier state")),
                 "{verdict:?}"
             );
         }
         let seen = LastWrite { foreign: true, ..last(changed) };
-        assert_eq!(stamp(1).verdict(&now, &boot, seen, false), StampVerdict::Lost(FOREIGN.into()));
+        assert_eq!(
+            stamp(1).verdict(&now, &boot, seen, DeviceTrust::Never),
+            StampVerdict::Lost(FOREIGN.into())
+        );
         // A change by others later than every own write: compared, and nothing since; and one that nobody has seen.
         let late = |seen| LastWrite { time: changed - 1, ..last(seen) };
-        assert_eq!(stamp(1).verdict(&now, &boot, late(changed), false), trusted);
-        let verdict = stamp(1).verdict(&now, &boot, late(changed - 1), false);
+        assert_eq!(stamp(1).verdict(&now, &boot, late(changed), DeviceTrust::Never), trusted);
+        let verdict = stamp(1).verdict(&now, &boot, late(changed - 1), DeviceTrust::Never);
         assert!(
             matches!(&verdict, StampVerdict::Lost(why) if why.to_string().contains("another program")),
             "{verdict:?}"
@@ -523,7 +571,7 @@ mod tests {
                 let time = u64::saturating_sub(time, late);
                 let last = LastWrite { time, in_flight: false, seen, foreign: false, written: None };
                 let stamp = unclean(Identity { ctime_ns: opened, ..now.clone() }, life);
-                let verdict = stamp.verdict(&now, &boot, last, false);
+                let verdict = stamp.verdict(&now, &boot, last, DeviceTrust::Never);
                 let expected = trusted && (seen == 0 || life == boot.id);
                 if matches!(verdict, StampVerdict::Trusted { .. }) != expected {
                     panic!("{life}, opened at {opened}, written at {time}, seen at {seen}: {verdict:?}");
@@ -544,7 +592,7 @@ mod tests {
             let verdict = |durable| {
                 let opened = Identity { ctime_ns: opened, ..now.clone() };
                 let stamp = ImageStamp { durable, ..unclean(opened, life) };
-                stamp.verdict(&now, &boot, last, false)
+                stamp.verdict(&now, &boot, last, DeviceTrust::Never)
             };
             assert!(matches!(verdict(now.ctime_ns), StampVerdict::Trusted { .. }), "{life}");
             assert_eq!(verdict(now.ctime_ns + 1), StampVerdict::Lost(SET_BACK.into()), "{life}");
@@ -630,7 +678,8 @@ mod tests {
         let changed = now.ctime_ns as u64;
         let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
         let stamp = unclean(Identity { ctime_ns: 1, ..now.clone() }, "an earlier one");
-        let verdict = |began| stamp.verdict(&now, &Boot { id: "this one".into(), began }, last, false);
+        let verdict =
+            |began| stamp.verdict(&now, &Boot { id: "this one".into(), began }, last, DeviceTrust::Never);
         assert_eq!(verdict(changed + 1), StampVerdict::Trusted { power_lost: true });
         assert!(
             matches!(verdict(changed), StampVerdict::Lost(why) if why.to_string().contains("after the power cut"))

@@ -619,6 +619,7 @@ mod tests {
         }
         if has("demoted") {
             replica.role.demoted = Some(replica::Demoted {
+                complete: false,
                 since: 0,
                 told: None,
                 saved: None,

@@ -11,7 +11,7 @@ use delta::Epoch;
 use device::Folder;
 use extents::Bitmap;
 use replica::FIRST_TERM;
-use source::{Handle, History, KnownPosition, SourceError, SourceMetadata};
+use source::{DeviceTrust, Handle, History, KnownPosition, SourceError, SourceMetadata};
 
 use crate::conflict::Since;
 use crate::error::SyncError;
@@ -177,6 +177,6 @@ fn written_after(
         return Ok(Written { bytes: None, doubted: true });
     }
     let rests = unrecorded && !about.identity.is_block();
-    let doubted = rests && state.doubt(place, about).is_ok_and(|doubt| doubt.is_some());
+    let doubted = rests && state.doubt(place, about, DeviceTrust::Never).is_ok_and(|doubt| doubt.is_some());
     Ok(Written { bytes: Some(blocks.count().saturating_mul(block_size)), doubted })
 }

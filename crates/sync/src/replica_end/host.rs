@@ -7,8 +7,8 @@ use device::{Dir, Folder, FolderLock, Storage};
 use extents::Bitmap;
 use replica::{Group, Intent, KnownReplicas, Lineage, Replica};
 use source::{
-    Gap, Handle, History, Members, SourceError, SourceMembership, SourceMetadata, SourceOptions, StateDir,
-    Succession,
+    DeviceTrust, Gap, Handle, History, Members, SourceError, SourceMembership, SourceMetadata, SourceOptions,
+    StateDir, Succession,
 };
 use uuid::Uuid;
 
@@ -73,8 +73,13 @@ impl Site for StateDir {
         source::succeed(self, path, succession)
     }
 
-    fn doubt(&self, place: &Path, about: &SourceMetadata) -> Result<Option<Gap>, SourceError> {
-        source::doubt(place, about)
+    fn doubt(
+        &self,
+        place: &Path,
+        about: &SourceMetadata,
+        trust: DeviceTrust,
+    ) -> Result<Option<Gap>, SourceError> {
+        source::doubt(place, about, trust)
     }
 
     fn written_since(

@@ -18,7 +18,7 @@ use compare::Scope;
 use link::{Link, Message, Receiver, Sender};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use source::{CutOptions, Handle, SourceOptions, StateDir};
+use source::{CutOptions, DeviceTrust, Handle, SourceOptions, StateDir};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -260,7 +260,7 @@ impl Pull {
         let way = Way::Pulled(name.to_owned());
         let options = SourceOptions {
             block_size: self.open.block_size,
-            trust_device: self.open.trust_device,
+            device_trust: DeviceTrust::of(self.open.trust_device),
             allow_shrink: self.open.allow_shrink,
             for_peer: client.is_some(),
             ..SourceOptions::default()

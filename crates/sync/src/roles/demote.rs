@@ -4,15 +4,16 @@
 //! between.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use delta::Epoch;
 use device::WriteWatch;
 use extents::Bitmap;
 use lineage::Lives;
-use replica::{Demotion, GaveUp, Lineage, Released, Replica, UnsureSet};
+use replica::{Demotion, GaveUp, Lineage, Released, Replica, Unsure, UnsureSet};
 use serde::Serialize;
-use source::{AtRest, Handle, History, SourceError, SourceMembership, SourceMetadata, SourceOptions};
+use source::{
+    AtRest, DeviceTrust, Handle, History, SourceError, SourceMembership, SourceMetadata, SourceOptions,
+};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -32,8 +33,6 @@ pub struct DemoteOptions {
     pub journal_dir: Option<PathBuf>,
     /// How the source is opened.
     pub open: SourceOptions,
-    /// Watches the device since before what was written to it was found; without it, one that begins with the demotion.
-    pub watch: Option<Arc<WriteWatch>>,
 }
 
 /// What a demotion did.
@@ -54,6 +53,8 @@ pub struct DemoteSummary {
     pub last_epoch: Option<u64>,
     /// Bytes written after that epoch, which are given up; `None` if that is not known.
     pub bytes_unsure: Option<u64>,
+    /// Others may have written to it since it ended as a source, or since it is a replica.
+    pub others_wrote: bool,
     /// Where they were saved.
     pub saved: Option<PathBuf>,
     /// It was demoted before.
@@ -75,9 +76,10 @@ pub type LastSync<'a> = &'a mut dyn FnMut(&Handle) -> Result<Summary, SyncError>
 pub(crate) enum At<'a> {
     /// The epoch of a last sync; refused if anything was written after it.
     Synced(LastSync<'a>),
-    /// The present one, of which nothing is given up: this epoch, or else that of its promotion, if nothing was written since; otherwise
-    /// one that is cut now.
-    Now(Option<Epoch>),
+    /// The present one, of which nothing is given up: the epoch of its promotion, if nothing was written since; otherwise one that is cut now.
+    Now,
+    /// The epoch at which it has ended already, with its group. What was written since was written to a replica, by others.
+    Ended(Epoch),
     /// An epoch that it has in common with a disk that goes on, by its number, if there is one: what was written since is given up.
     Apart(Option<u64>, GiveUp),
 }
@@ -93,7 +95,7 @@ pub fn demote(
     last_sync: Option<LastSync<'_>>,
     progress: Progress<'_>,
 ) -> Result<DemoteSummary, SyncError> {
-    let at = last_sync.map_or(At::Now(None), At::Synced);
+    let at = last_sync.map_or(At::Now, At::Synced);
     demote_if(state, what, options, at, progress, &|place, path| refuse_member(state, place, path))
 }
 
@@ -125,14 +127,15 @@ pub(crate) fn give_up(
         let watch = watch.map_err(SyncError::io(format!("flush {}", path.display())))?;
         promote(state, path, &PromoteOptions { force: true, journal_dir, ..PromoteOptions::default() })?;
         // Opened as a replica, it was found to be as it was left.
-        options.open.trust_device |= watch.as_ref().is_some_and(WriteWatch::is_still);
-        options.watch = watch.map(Arc::new);
+        if watch.is_some_and(|watch| watch.is_still()) {
+            options.open.device_trust = DeviceTrust::Counted;
+        }
     }
     let demote =
         |at: At<'_>| demote_if(state, &path.to_string_lossy(), &options, at, progress, &|_, _| Ok(()));
     demote(At::Apart(since, how.clone())).map(drop).inspect_err(|_| {
         // It was a replica before, and is one again.
-        let _ = former.then(|| demote(At::Now(None)));
+        let _ = former.then(|| demote(At::Now));
     })
 }
 
@@ -168,7 +171,6 @@ pub(crate) fn demote_if(
     };
     admit(&place, &path)?;
     let handle = state.attach(what, &SourceOptions { at_rest: AtRest::Needed, ..options.open.clone() })?;
-    let watch = options.watch.clone().map_or_else(|| watch(&handle, options), |watch| Ok(Some(watch)))?;
     let found = follow(&handle, options, at, progress);
     let about = handle.about().clone();
     let lives = lives_in(state, &place)?;
@@ -177,15 +179,12 @@ pub(crate) fn demote_if(
     if options.dry_run {
         return Ok(summary);
     }
-    let undoubted = || match &watch {
-        Some(watch) => watch.is_still(),
-        // Of a device that was closed only its user can know.
-        None if about.identity.is_block() => options.open.trust_device,
-        None => state.doubt(&place, &about).is_ok_and(|doubt| doubt.is_none()),
-    };
+    let trust = options.open.device_trust.max(DeviceTrust::Counted);
+    let undoubted = || state.doubt(&place, &about, trust).is_ok_and(|doubt| doubt.is_none());
     // Held by nobody until the replica was opened, it may have been served; since then it cannot be.
     let unserved = || lives_in(state, &place).is_ok_and(|now| now == lives);
-    let unwritten = || unserved() && (demotion.since.is_none() || undoubted());
+    let told = demotion.since.is_some() && !demotion.others_wrote;
+    let unwritten = || unserved() && (!told || undoubted());
     let mut replica = state
         .open(&about.path, &replica::ReplicaOptions { adopt: true, format: Some(about.format), ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
@@ -219,14 +218,6 @@ fn refuse_member(state: &dyn Site, place: &Path, path: &Path) -> Result<(), Sync
     )))
 }
 
-/// Watches a device from now on, unless its user says that nothing else writes to it: it has no times that tell.
-pub(crate) fn watch(handle: &Handle, options: &DemoteOptions) -> Result<Option<Arc<WriteWatch>>, SyncError> {
-    let identity = &handle.about().identity;
-    let watches = identity.is_block() && !options.open.trust_device && !options.dry_run;
-    let watch = watches.then(|| WriteWatch::begin(identity).map(Arc::new)).transpose();
-    watch.map_err(SyncError::io(format!("flush {}", identity.path.display())))
-}
-
 /// Leaves what the source knew to the replica that it is now, so that its history goes on where it is promoted again. Where that
 /// fails, it begins anew then.
 fn leave_knowledge(state: &dyn Site, place: &Path, replica: &Replica) {
@@ -236,8 +227,7 @@ fn leave_knowledge(state: &dyn Site, place: &Path, replica: &Replica) {
 }
 
 fn released(term: u64, demotion: &Demotion) -> Option<Released> {
-    let exact = demotion.since.as_ref().filter(|(_, unsure)| unsure.is_empty());
-    exact.map(|(epoch, ..)| Released { epoch: *epoch, term })
+    demotion.last().map(|epoch| Released { epoch, term })
 }
 
 /// Where the source of a replica is, as far as that is known here.
@@ -270,8 +260,7 @@ fn again(
         }
         state.forget(&place, &about)?;
     }
-    let term = lineage.role.term;
-    let exact = lineage.unsure.is_nothing();
+    let (term, others_wrote) = (lineage.role.term, lineage.unsure == Unsure::Everything);
     Ok(DemoteSummary {
         path: path.to_path_buf(),
         source,
@@ -279,11 +268,12 @@ fn again(
         lives: lineage.role.all_lives().clone(),
         epoch: lineage.epoch.map(|epoch| epoch.number),
         last_epoch: lineage.epoch.map(|epoch| epoch.number),
-        bytes_unsure: lineage.epoch.map(|_| lineage.unsure_bytes()),
+        bytes_unsure: lineage.epoch.map(|_| if others_wrote { 0 } else { lineage.unsure_bytes() }),
+        others_wrote,
         saved: demoted.saved.clone(),
         again: true,
         dry_run: false,
-        released: lineage.epoch.filter(|_| exact).map(|epoch| Released { epoch, term }),
+        released: lineage.epoch.filter(|_| demoted.complete).map(|epoch| Released { epoch, term }),
         file: source::file_name(path),
     })
 }
@@ -298,6 +288,7 @@ pub(crate) fn follow(
     let about = handle.about();
     let path = about.path.display();
     refuse_in_use(handle)?;
+    let has_ended = matches!(at, At::Ended(_));
     let (epoch, how) = match at {
         At::Synced(last_sync) => {
             let synced = last_sync(handle)?;
@@ -308,8 +299,9 @@ pub(crate) fn follow(
                 None => (handle.last_epoch()?, None),
             }
         }
-        At::Now(_) if options.dry_run => (handle.last_epoch()?, None),
-        At::Now(earlier) => (Some(present(handle, earlier.or(about.began))?), None),
+        At::Now if options.dry_run => (handle.last_epoch()?, None),
+        At::Now => (Some(present(handle, about.began)?), None),
+        At::Ended(epoch) => (Some(epoch), None),
         At::Apart(since, how) => {
             (since.map(|since| handle.epoch(&since.to_string())).transpose()?, Some(how))
         }
@@ -321,10 +313,14 @@ pub(crate) fn follow(
     };
     let mut found = written(&epoch)?;
     let clean = found.as_ref().is_ok_and(Bitmap::is_clean);
+    let others_wrote = has_ended && !clean;
+    if others_wrote {
+        found = Ok(Bitmap::new(0));
+    }
     let mut saved = None;
     match (&how, &epoch) {
         _ if options.dry_run => {}
-        (None, _) if !clean => {
+        (None, _) if !clean && !has_ended => {
             return Err(SyncError::Refused(format!(
                 "{path} was written to after its last epoch: stop what writes to it, and run the command again"
             )));
@@ -349,6 +345,7 @@ pub(crate) fn follow(
         epoch: epoch.filter(|_| blocks.is_some()).map(|epoch| epoch.number),
         last_epoch: handle.last_epoch()?.map(|last| last.number),
         bytes_unsure: blocks.as_ref().map(|blocks| blocks.count().saturating_mul(block_size)),
+        others_wrote,
         saved: saved.clone(),
         again: false,
         dry_run: options.dry_run,
@@ -363,6 +360,7 @@ pub(crate) fn follow(
         block_size: about.block_size,
         size: handle.reader()?.len(),
         since: epoch.zip(blocks).map(|(epoch, blocks)| (epoch, UnsureSet::of_blocks(&blocks, block_size))),
+        others_wrote,
         saved,
     };
     Ok((summary, demotion))

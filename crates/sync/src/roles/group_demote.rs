@@ -3,19 +3,16 @@
 //! completes what a crash left in between, and says again what was done.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use delta::Epoch;
-use device::WriteWatch;
 use replica::{Intent, Member, ReplicaMembership};
-use source::{GroupHandle, Handle, SourceOptions};
+use source::{DeviceTrust, GroupHandle, Handle, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
 use crate::report::{Progress, Summary};
 use crate::roles::attach::attach_group;
-use crate::roles::demote::{At, DemoteOptions, DemoteSummary, demote_if, follow, refuse_in_use, watch};
+use crate::roles::demote::{At, DemoteOptions, DemoteSummary, demote_if, follow, refuse_in_use};
 use crate::roles::ended::{Ended, Ending, promotion_of};
 use crate::site::Site;
 use crate::source_end::group::GroupSummary;
@@ -40,7 +37,6 @@ pub fn demote_group(
     progress: Progress<'_>,
 ) -> Result<Vec<DemoteSummary>, SyncError> {
     source::check_name(name)?;
-    let mut watches = Watches::new();
     let mut ending = Ending::open(state, name)?;
     let mut ended = ending.disks(state)?;
     let unfinished = ended.iter().any(|disk| disk.is_source);
@@ -53,11 +49,9 @@ pub fn demote_group(
     let another = !unfinished && !state.group_members(name)?.is_empty();
     if ended.is_empty() || another {
         let group = attach_group(state, name, &options.open)?;
-        let planned = watch_all(&group, options).and_then(|begun| {
-            watches = begun;
-            let (summaries, intent) = plan(state, &group, options, last_sync, progress)?;
+        let planned = plan(state, &group, options, last_sync, progress).and_then(|(summaries, intent)| {
             if !options.dry_run {
-                all_still(&watches)?;
+                group.members().iter().try_for_each(refuse_written)?;
                 // The sources are held until it is there: nobody serves one in between.
                 ending.begin(intent)?;
             }
@@ -79,13 +73,10 @@ pub fn demote_group(
     }
     let mut summaries = Vec::new();
     for disk in ended {
-        // What was written to one since it was decided is no part of the common moment, and nothing of it is given up.
-        let how = DemoteOptions {
-            open: opening(&disk.path, &watches, options),
-            watch: watches.get(&disk.path).cloned(),
-            ..DemoteOptions::default()
-        };
-        let at = At::Now(Some(disk.epoch));
+        let device_trust = options.open.device_trust.max(DeviceTrust::Counted);
+        let open = SourceOptions { device_trust, ..options.open.clone() };
+        let how = DemoteOptions { open, ..DemoteOptions::default() };
+        let at = At::Ended(disk.epoch);
         let summary = demote_if(state, &disk.path.to_string_lossy(), &how, at, progress, &|_, _| Ok(()))?;
         summaries.push(DemoteSummary { file: disk.file, ..summary });
     }
@@ -110,32 +101,15 @@ fn refuse_promoting(state: &dyn Site, name: &str, ended: &[Ended]) -> Result<(),
     Ok(())
 }
 
-/// The watches of members that are block devices and whose record was believed when they were watched, by their paths.
-type Watches = BTreeMap<PathBuf, Arc<WriteWatch>>;
-
-/// Watches the block devices of a group, unless their user says that nothing else writes to them.
-fn watch_all(group: &GroupHandle, options: &DemoteOptions) -> Result<Watches, SyncError> {
-    let mut watches = Watches::new();
-    for handle in group.members() {
-        watches.extend(watch(handle, options)?.map(|watch| (handle.about().path.clone(), watch)));
-    }
-    Ok(watches)
-}
-
 /// Refuses a demotion for which not all was seen that was written. Nothing is decided yet.
-fn all_still(watches: &Watches) -> Result<(), SyncError> {
-    let Some((path, _)) = watches.iter().find(|(_, watch)| !watch.is_still()) else { return Ok(()) };
+fn refuse_written(handle: &Handle) -> Result<(), SyncError> {
+    if handle.has_rested()? {
+        return Ok(());
+    }
     Err(SyncError::Refused(format!(
         "{} was written to while it was demoted: stop what writes to it, and run the command again",
-        path.display()
+        handle.about().path.display()
     )))
-}
-
-/// How the source at a path is opened again. The record of a device that was believed is so as long as nothing has written to that since it
-/// was watched.
-fn opening(path: &Path, watches: &Watches, options: &DemoteOptions) -> SourceOptions {
-    let is_still = watches.get(path).is_some_and(|watch| watch.is_still());
-    SourceOptions { trust_device: options.open.trust_device || is_still, ..options.open.clone() }
 }
 
 /// What each will be, and the intent that makes them that.
@@ -162,7 +136,7 @@ fn plan(
             Some(member) => Ok(member.clone()),
             None => Err(SyncError::Stopped),
         };
-        let moment = if synced.is_some() { At::Synced(&mut of_group) } else { At::Now(None) };
+        let moment = if synced.is_some() { At::Synced(&mut of_group) } else { At::Now };
         let (summary, demotion) = follow(handle, options, moment, progress)?;
         summaries.push(DemoteSummary { file: file.clone(), ..summary });
         // Of a dry run there may be none.

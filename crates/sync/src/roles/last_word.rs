@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use device::Storage;
 use link::Link;
-use replica::{CommitMode, Released};
+use replica::{CommitMode, Released, ReplicaOptions};
 
 use crate::error::SyncError;
 use crate::options::Way;
@@ -118,7 +118,8 @@ impl LastWord<'_> {
     }
 
     fn promise(&self, name: &str) -> Result<(), SyncError> {
-        let options = self.state.opening(self.own_journal_dir);
+        // What others have written to it since it ended changes nothing of its last word.
+        let options = ReplicaOptions { doubt: true, ..self.state.opening(self.own_journal_dir) };
         Ok(self.state.open(&self.demoted.path, &options)?.promise(name)?)
     }
 }

@@ -1,0 +1,157 @@
+//! The demotion of a group that is killed: the same command completes it, and the replicas take over, whatever others write to the
+//! disks meanwhile. What they write once a disk has ended as a source is never overwritten unasked.
+
+use std::path::{Path, PathBuf};
+
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::{Random, Run, Server, Site, need, need_root, rounds, skipped};
+use testing::{Loop, find};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 4 * MIB;
+const WHAT: &str = "the demotion of a group that is killed";
+
+/// The renames of a demotion, among them that of its intent, at which it is killed.
+const FIRST: u64 = 14;
+const LAST: u64 = 34;
+
+/// What happens to a disk before the command is run again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Meanwhile {
+    Nothing,
+    Written,
+    /// A device is attached anew: nothing has counted what was written to it.
+    Attached,
+}
+
+/// Two disks that were served and synced as a group, and written to since.
+struct Disks {
+    site: Site,
+    images: Vec<PathBuf>,
+    devices: Vec<Loop>,
+    replicas: PathBuf,
+}
+
+impl Disks {
+    fn new(of_devices: bool, random: &mut Random) -> Option<Disks> {
+        let site = Site::new();
+        let images: Vec<PathBuf> =
+            ["data.raw", "log.raw"].iter().map(|name| site.image(name, SIZE)).collect();
+        images.iter().for_each(|image| image::scribble(image, 0, SIZE, random));
+        let replicas = site.path("replicas");
+        std::fs::create_dir(&replicas).expect("a folder");
+        let attached: Option<Vec<Loop>> =
+            images.iter().filter(|_| of_devices).map(|image| Loop::new(image)).collect();
+        let disks = Disks { site, images, devices: attached?, replicas };
+        let paths = disks.paths();
+        let server =
+            disks.site.serve(&paths.iter().map(PathBuf::as_path).collect::<Vec<_>>(), &["--group", "db"]);
+        disks.site.dsync(["sync", "--group", "db"]).arg(&disks.replicas).ok();
+        for path in &paths {
+            Disks::change(&server, path, random);
+        }
+        server.stop();
+        Some(disks)
+    }
+
+    fn change(server: &Server, disk: &Path, random: &mut Random) {
+        let name = disk.file_stem().expect("a name").to_string_lossy().into_owned();
+        let mut client = server.client(&name);
+        for _ in 0..5 {
+            client.write(random.below(SIZE / BLOCK) * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        }
+        client.close().expect("the end");
+    }
+
+    /// The sources.
+    fn paths(&self) -> Vec<PathBuf> {
+        match self.devices.is_empty() {
+            true => self.images.clone(),
+            false => self.devices.iter().map(|device| device.device().to_path_buf()).collect(),
+        }
+    }
+
+    fn replica(&self, disk: &Path) -> PathBuf {
+        self.replicas.join(disk.file_name().expect("a name"))
+    }
+
+    fn demote(&self) -> Run {
+        self.site.dsync(["demote", "--group", "db"]).arg(&self.replicas)
+    }
+
+    /// Demotes them, and is killed at a rename of its first thread.
+    fn cut(&self, rename: u64) {
+        let strace = self.site.run(&find("strace").expect("strace"));
+        let kill = format!("inject=renameat:signal=KILL:when={rename}");
+        let strace = strace
+            .args(["-f", "-qq", "-e", "trace=renameat", "-e", &kill, "-o"])
+            .arg(self.site.path("trace"));
+        let _ = strace
+            .arg(dsync_tests::site::binary())
+            .args(["demote", "--group", "db"])
+            .arg(&self.replicas)
+            .output();
+    }
+
+    /// Attaches the last device anew, under its name.
+    fn reattach(&mut self) {
+        let (image, device) = (self.images.last().expect("one"), self.devices.pop().expect("one"));
+        let name = device.device().to_path_buf();
+        drop(device);
+        self.devices.push(Loop::named(&name, image).expect("a loop device"));
+    }
+}
+
+fn told(of_devices: bool, rename: u64, meanwhile: Meanwhile, random: &mut Random) {
+    let what = format!("killed at rename {rename}, devices: {of_devices}, meanwhile: {meanwhile:?}");
+    let Some(mut disks) = Disks::new(of_devices, random) else {
+        return skipped(WHAT, "there is no loop device");
+    };
+    disks.cut(rename);
+    let written = disks.paths().pop().expect("one");
+    let before = std::fs::read(&written).expect("a disk");
+    match meanwhile {
+        Meanwhile::Nothing => {}
+        Meanwhile::Written => image::scribble(&written, MIB, BLOCK, random),
+        Meanwhile::Attached => disks.reattach(),
+    }
+    let again = disks.demote().ok().text();
+    // They take over without a force: each has all that its source had when that ended.
+    disks.site.dsync(["promote", "--group"]).arg(&disks.replicas).ok();
+    let asks = again.contains("others may have written");
+    assert!(!asks || meanwhile != Meanwhile::Nothing, "{what}: {again}");
+    for disk in disks.paths() {
+        let replica = disks.replica(&disk);
+        let held = std::fs::read(&replica).expect("a replica");
+        if disk == written && asks {
+            assert!(held == before, "{what}: the replica is not what the source was when it ended");
+            disks.site.sync(&replica, &disk, &[]).code(4).says(&["was modified outside dsync"]);
+            disks.site.sync(&replica, &disk, &["--adopt"]).ok();
+        } else {
+            assert!(held == std::fs::read(&disk).expect("a disk"), "{what}: {} differs", replica.display());
+            disks.site.sync(&replica, &disk, &[]).ok();
+        }
+        assert!(
+            std::fs::read(&disk).expect("a disk") == held,
+            "{what}: {} was not brought up to date",
+            disk.display()
+        );
+    }
+}
+
+#[test]
+fn the_same_command_completes_it() {
+    if !need(&["strace", "losetup"], WHAT) || !need_root(WHAT) {
+        return;
+    }
+    let mut random = Random::new(WHAT);
+    for _ in 0..rounds(4, 200) {
+        let of_devices = random.coin();
+        let rename = FIRST + random.below(LAST - FIRST);
+        let ways: &[Meanwhile] = match of_devices {
+            true => &[Meanwhile::Nothing, Meanwhile::Written, Meanwhile::Attached],
+            false => &[Meanwhile::Nothing, Meanwhile::Written],
+        };
+        told(of_devices, rename, ways[random.below(ways.len() as u64) as usize], &mut random);
+    }
+}
