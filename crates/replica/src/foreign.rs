@@ -143,12 +143,18 @@ impl Replica {
             let [was, is] = [left.size, now.size].map(device::exact_size);
             return format!("{why} from {was} to {is}");
         }
+        // Where that is all that is known, the times were recorded later.
+        let is_recorded = self.lineage().unsure != Unsure::Everything;
         match found.filter(|_| why == Foreign::Written).and_then(|now| Some((now.changed, now.written?))) {
             // A write moves both times, but any program may set this one back.
-            Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
-                "its owner, mode, name or links were changed {}; its times do not tell whether its content was changed too",
-                ago(changed, &self.destination().clock())
-            ),
+            Some((changed, written))
+                if is_recorded && left.and_then(|left| left.written) == Some(written) =>
+            {
+                format!(
+                    "its owner, mode, name or links were changed {}; its times do not tell whether its content was changed too",
+                    ago(changed, &self.destination().clock())
+                )
+            }
             Some((_, written)) => format!("content written {}", ago(written, &self.destination().clock())),
             None => why.to_string(),
         }

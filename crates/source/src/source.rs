@@ -1294,8 +1294,10 @@ fn open_disk(
         let backing = MomentBacking::new(path, Box::new(backing), options.told.as_ref())?;
         return Ok((device::open(shown, &opening)?, Box::new(backing)));
     }
+    // A device that is served is nobody else's: what a file system on it writes shows too late, when it leaves the page cache.
+    let exclusive = !options.read_only && identity.is_block();
     let backing = PathBacking::new(identity, folder.path(), format);
-    let opening = device::DiskOptions { write: !options.read_only, direct: options.direct, exclusive: false };
+    let opening = device::DiskOptions { write: !options.read_only, direct: options.direct, exclusive };
     let (access, serves) = match options.read_only {
         true => (Use::Read, None),
         false => (Use::Write, Some(folder.path())),

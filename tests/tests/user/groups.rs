@@ -1360,9 +1360,11 @@ fn a_demotion_that_failed_half_way_gives_up_no_later_write() {
     image::scribble(&log, MIB, BLOCK, &mut two.random);
     let before = std::fs::read(&log).expect("an image");
     serve(&two).code(4).says(&["was interrupted"]);
-    demote(&two).ok();
+    shows(&demote(&two).ok(), &["others may have written"]);
     assert!(std::fs::read(&log).expect("an image") == before);
-    two.command(&["status"]).arg(&log).ok();
+    let status = two.command(&["status"]).arg(&log).code(4);
+    assert!(status.says(&["was modified outside dsync"]).text().contains("demoted on"), "{status}");
+    assert!(!status.text().contains("overwritten by the next sync"), "{status}");
 }
 
 /// The replicas go on from an earlier moment: what the old sources have since is in no epoch that they take for the one in common.

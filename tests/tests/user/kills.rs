@@ -1,7 +1,8 @@
 //! SIGKILL at any moment: to the server under load, to either side of a sync.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
@@ -351,6 +352,50 @@ fn a_write_beside_the_server_of_a_device_is_noticed() {
     own(&server, &mut random);
     synced("tracked", "at last");
     server.stop();
+}
+
+/// What a file system writes shows when it leaves the page cache, which may be while the guest writes: so none is mounted on a disk that is served,
+/// or on a part of it. What is written to a part by hand is noticed.
+#[test]
+fn a_device_that_is_served_is_not_mounted() {
+    let what = "a partition of a device that is served";
+    if !need(&["losetup", "partx", "sfdisk", "mkfs.ext4", "mount"], what) || !need_root(what) {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new(what));
+    let beneath = site.image("disk.raw", 16 * MIB);
+    Run::shell(&format!("echo 8192,,L | sfdisk -q {}", beneath.display())).ok();
+    let Some(device) = Loop::with(&["--partscan"], &beneath) else {
+        return skipped(what, "losetup cannot attach one");
+    };
+    let disk = device.device();
+    let partition = PathBuf::from(format!("{}p1", disk.display()));
+    if !partition.exists() {
+        Run::new("partx").arg("--add").arg(disk).output();
+    }
+    Run::new("mkfs.ext4").arg("-q").arg(&partition).ok();
+    let server = site.serve(&[disk], &[]);
+    let copy = site.path("copy.raw");
+    site.sync(disk, &copy, &[]).ok();
+    let folder = site.path("mounted");
+    std::fs::create_dir(&folder).expect("a folder");
+    let mounted = Run::new("mount").arg(&partition).arg(&folder).output();
+    if mounted.status.success() {
+        Run::new("umount").arg(&folder).ok();
+        panic!("a part of a disk that is served was mounted");
+    }
+    // Held open, as its last user's close would write it out.
+    let held = std::fs::File::options().write(true).open(&partition).expect("a partition");
+    held.write_all_at(&random.bytes(BLOCK as usize), MIB).expect("a write");
+    until("a look", || site.dsync(["status"]).arg(disk).ok().text().contains("another program"));
+    let mut client = server.client(&disk.file_name().expect("a name").to_string_lossy());
+    client.write(0, &random.bytes(BLOCK as usize)).expect("a write");
+    client.close().expect("the end");
+    assert_eq!(site.sync(disk, &copy, &[]).ok().summary()["method"], "compare");
+    image::assert_equal(&beneath, &copy);
+    server.stop();
+    drop(held);
+    Run::new("partx").arg("--delete").arg(disk).output();
 }
 
 /// A server that is told to stop flushes, which may take long; others write meanwhile.

@@ -51,9 +51,15 @@ impl WriteCounts {
     }
 }
 
-/// Writes out what the page cache holds of a device: what is not on the disk is not counted.
+/// Writes out what the page cache holds of a device and of its partitions, which have caches of their own: what is not on the disk is not counted.
 fn settle(device: &Identity) {
-    let _ = File::open(&device.path).and_then(|file| sys::write_back(&file));
+    let place = sysfs(device.dev);
+    let partitions = std::fs::read_dir(&place).into_iter().flatten().flatten().map(|entry| entry.path());
+    let partitions = partitions.filter(|place| place.join("partition").exists());
+    let nodes = partitions.filter_map(|place| Some(Path::new("/dev").join(place.file_name()?)));
+    for node in std::iter::once(device.path.clone()).chain(nodes) {
+        let _ = File::open(node).and_then(|file| sys::write_back(&file));
+    }
 }
 
 /// The folder in sysfs of the disk that a device is a part of, or is.

@@ -202,7 +202,6 @@ pub(crate) fn demote(
         dry_run: args.dry_run,
         journal_dir: args.own_journal_dir.clone(),
         open: crate::reach::source::source_options(&args.open)?,
-        ..DemoteOptions::default()
     };
     let progress = |done, total| output.progress(done, total);
     let Some(ends) = ends else {

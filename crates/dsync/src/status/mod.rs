@@ -916,7 +916,9 @@ fn written_down(
         output.say(&format!("  it {promoted}, and {what}"));
     }
     let group = GroupInfo::of_replica(&path, &lineage);
-    say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);
+    // What others may have written is no part of that, and was said.
+    let given_up = if lineage.unsure == replica::Unsure::Everything { 0 } else { lineage.unsure_bytes() };
+    say_role(&lineage.role, given_up, group.as_ref(), output);
     let verdict = replica::verdict(&path, options).filter(|_| promoted.is_none());
     local::say_verdict(verdict, output);
     let origin = replica::origin(&path, options).as_deref().map(local::shown_origin);
