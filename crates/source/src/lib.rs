@@ -73,11 +73,12 @@ pub use record::history::trail::{Trail, TrailStep, leave_trail, note_step};
 pub use record::history::{EpochInfo, History, KnownPosition};
 pub use record::lives::lives;
 pub use record::overwritten::overwritten;
+pub use record::stamp::DeviceTrust;
 pub use record::state::{SourceMetadata, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]
 pub use record::state::{about_in, write_about};
 pub use record::tally::{Counter, LastFailure, LastVerify, Tally, Work};
-pub use source::{AtRest, BatchChanges, Checkpoint, DeviceTrust, SharedView, Source, SourceOptions};
+pub use source::{AtRest, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 #[doc(hidden)]
 pub use succeed::succeed_in;
 pub use succeed::{Succession, check_term, succeed};

@@ -11,9 +11,9 @@ use crate::control::ControlClient;
 use crate::disk::clones;
 use crate::live::OTHER_HISTORY;
 use crate::record::history::History;
-use crate::record::stamp::ImageStamp;
+use crate::record::stamp::{DeviceTrust, ImageStamp};
 use crate::record::state::SourceMetadata;
-use crate::source::{DeviceTrust, Source};
+use crate::source::Source;
 use crate::{Gap, SourceError};
 
 /// Why the next sync could not use what was recorded since the last epoch of a source, and would compare; `None` if it could.

@@ -26,7 +26,8 @@ use crate::record::bookmarks::{Bookmarks, Reached};
 use crate::record::history::{History, KnownPosition};
 use crate::record::lives::{self, BatchNumbers};
 use crate::record::stamp::{
-    COPIED, FOREIGN, FileMark, ImageStamp, LastWrite, REPLACED, StampVerdict, UNNAMED, UNRECORDED,
+    COPIED, DeviceTrust, DurableTimes, FOREIGN, FileMark, ImageStamp, LastWrite, REPLACED, StampVerdict,
+    UNNAMED, UNRECORDED,
 };
 use crate::record::state::{SourceMetadata, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
@@ -67,25 +68,6 @@ pub struct SourceOptions {
     pub region: u64,
     /// Time between sweeps of the write-intent log; a region becomes idle after ten without a write.
     pub sweep_every: Duration,
-}
-
-/// When the record of a block device is trusted across a stop.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum DeviceTrust {
-    /// Never: other hosts may share its medium, and write to that.
-    #[default]
-    Never,
-    /// If this kernel has counted no write to it since: for the steps of one command, and for completing a command that has ended its source.
-    Counted,
-    /// Its user says that nothing else wrote to it.
-    Said,
-}
-
-impl DeviceTrust {
-    /// By what its user says.
-    pub fn of(said: bool) -> DeviceTrust {
-        if said { DeviceTrust::Said } else { DeviceTrust::Never }
-    }
 }
 
 /// Whether a disk has to be at rest while it is open.
@@ -632,8 +614,7 @@ impl Source {
             written: counted,
             proven: !spared,
             marked: None,
-            durable: ended.map_or(0, |c| c.durable),
-            durable_content: ended.map_or(0, |c| c.durable_content),
+            durable: ended.map(|closed| closed.durable).unwrap_or_default(),
             served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
             cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
             in_use: options.at_rest == AtRest::InUse || closed.as_ref().is_some_and(|c| c.in_use),
@@ -940,7 +921,7 @@ impl Source {
                 let settled = self.backing.durable_times().and_then(|(changed, content)| {
                     outside.as_mut().map_or(Ok(()), |outside| outside.keep(epoch, &*self.backing))?;
                     epochs.history.append(epoch, lost.clone(), size, blocks, changes)?;
-                    (epochs.stamp.durable, epochs.stamp.durable_content) = (changed, content);
+                    epochs.stamp.durable = DurableTimes { changed, content };
                     // The gap is in the history. And a history that ends before this epoch is not trusted any more:
                     // soon no record has what it lacks.
                     let mut gap = self.lost.lock().unwrap_or_else(|e| e.into_inner());

@@ -534,7 +534,8 @@ fn a_repair_keeps_the_past() {
     assert_eq!(number(&mended, "epoch_after"), number(&mended, "epoch"), "{mended}");
     assert_eq!(list(&scene), kept);
     for at in [1, 0] {
-        rewind_here(&scene, &scene.replica, &["--to", &epochs[at].0.to_string()]).ok();
+        let rewound = rewind_here(&scene, &scene.replica, &["--to", &epochs[at].0.to_string()]).ok();
+        assert!(rewound.text().contains("if a change had been missed, and nothing was damaged"), "{rewound}");
         assert_holds(&scene.replica, &epochs[at].1);
     }
     // One that is repaired there is as rewound as before.

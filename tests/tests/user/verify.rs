@@ -313,6 +313,46 @@ fn what_was_mended_is_known_again_after_a_rewind_to_before_that() {
     assert!(!promoted["verdict"].is_null(), "{promoted}");
 }
 
+/// What a comparison at one epoch replaces was damaged there, and is in the moments before.
+#[test]
+fn damage_that_a_comparison_has_mended_is_known_in_earlier_moments() {
+    let mut random = Random::new("a damaged moment of one epoch");
+    let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
+    near.sync(&far, &["--keep-last", "10"]).ok();
+    near.write([9], &mut random);
+    near.sync(&far, &[]).ok();
+    damage(&far, 4 * MIB..8 * MIB, 3, &mut random);
+    near.sync(&far, &["--method", "compare"]).ok();
+    image::assert_equal(&near.disk, &far.disk);
+    let is_known = || far.run(&["status", "-v"]).ok().text().contains("when it was verified on");
+    assert!(!is_known());
+    let listed = far.run(&["rewind"]).ok().text();
+    assert!(listed.contains("from before a repair"), "{listed}");
+    let state = far.run(&["rewind", "--json"]).ok().summary()["moments"][0]["state"].clone();
+    // Of the same epoch.
+    far.run(&["rewind", "--to", state.as_str().expect("an id")]).ok().says(&["it may hold what was damaged"]);
+    assert!(is_known());
+}
+
+/// A repair does not compare what has changed since, and the next commit keeps that for the moment before.
+#[test]
+fn what_a_repair_passed_over_is_known_in_earlier_moments() {
+    let mut random = Random::new("a damaged block beside a repair");
+    let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
+    near.sync(&far, &["--keep-last", "10"]).ok();
+    for block in [20, 62] {
+        damage(&far, block * BLOCK..(block + 1) * BLOCK, 1, &mut random);
+    }
+    near.write([62], &mut random);
+    near.towards(&far, &["verify", "--repair"]).ok();
+    near.sync(&far, &[]).ok();
+    image::assert_equal(&near.disk, &far.disk);
+    let is_known = || far.run(&["status", "-v"]).ok().text().contains("when it was verified on");
+    assert!(!is_known());
+    far.run(&["rewind", "--to", "1"]).ok().says(&["it may hold what was damaged"]);
+    assert!(is_known());
+}
+
 /// What the source has changed since is not compared: what was found there stays known until a sync has sent that.
 #[test]
 fn what_was_not_compared_is_not_cleared() {

@@ -197,7 +197,8 @@ impl Rehearsal {
         let after = if view.is_ahead() { "after epoch" } else { "epoch" };
         let of = view.at().map_or(String::new(), |at| format!(" ({})", device::moment(at)));
         let fuzzy = if view.is_fuzzy() { ", fuzzy" } else { "" };
-        format!("{after} {}{of}{fuzzy} of {}", view.epoch().number, view.path().display())
+        let doubted = if view.is_doubted() { ", from before a repair," } else { "" };
+        format!("{after} {}{of}{fuzzy}{doubted} of {}", view.epoch().number, view.path().display())
     }
 
     /// What is said when it is served.

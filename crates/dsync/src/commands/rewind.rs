@@ -313,6 +313,7 @@ fn list(path: &Path, history: &ReplicaPast, output: &Output) {
         .collect();
     for ((moment, at), point) in history.moments.iter().zip(&times).zip(&points[1..]) {
         let fuzzy = if moment.fuzzy { ", fuzzy" } else { "" };
+        let doubted = if moment.doubted { ", from before a repair" } else { "" };
         let number = moment.epoch.number;
         let epoch = match moment.ahead {
             true => format!("ahead of epoch {number}"),
@@ -323,7 +324,7 @@ fn list(path: &Path, history: &ReplicaPast, output: &Output) {
             None if moment.ahead => format!(" (--to {number}+)"),
             None => String::new(),
         };
-        output.say(&format!("  {at}  {epoch}{to}{fuzzy}, {}", units::size(moment.bytes)));
+        output.say(&format!("  {at}  {epoch}{to}{fuzzy}{doubted}, {}", units::size(moment.bytes)));
     }
     output.summary(&Listed { kind: "past", path, history });
 }

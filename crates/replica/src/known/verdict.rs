@@ -4,6 +4,7 @@ use std::path::Path;
 
 use device::{Dir, Folder};
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::error::{Result, io_error};
 use crate::replica::Replica;
@@ -27,6 +28,12 @@ pub struct Verdict {
     /// The epoch at which it was mended. What is kept of earlier moments may bring it back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mended: Option<u64>,
+    /// A repair has mended the moments before with it, if it was damage and no change that had been missed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    repaired: bool,
+    /// The one state of that epoch that is known to be whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    whole: Option<Uuid>,
 }
 
 /// How much of a replica a commit makes equal to its source.
@@ -45,6 +52,12 @@ impl Verdict {
     /// verification finds it again.
     pub(crate) fn standing(folder: &dyn Folder) -> Option<Verdict> {
         Verdict::load(folder).filter(|found| found.mended.is_none())
+    }
+
+    /// What the state of this epoch may hold, as it is from before that was mended; `None` if nothing is known.
+    pub(crate) fn in_state(folder: &dyn Folder, epoch: u64, state: Uuid) -> Option<Verdict> {
+        let is_before = |mended: u64, whole| epoch < mended || epoch == mended && whole != Some(state);
+        Verdict::load(folder).filter(|found| found.mended.is_none_or(|mended| is_before(mended, found.whole)))
     }
 
     /// The verdict on disk, also one that was mended since.
@@ -68,22 +81,43 @@ impl Replica {
         Verdict::standing(self.state())
     }
 
-    /// Notes what a verification found: so many bytes differ, or none any more. `but_changed`: what its source changed since was not compared.
+    /// Notes what a verification found: so many bytes differ, or none any more as so many were `repaired`. `but_changed`: what its source changed
+    /// since was not compared.
     ///
     /// # Errors
     /// If it cannot be written.
-    pub fn note_verdict(&self, bytes_differing: u64, but_changed: bool) -> Result<()> {
+    pub fn note_verdict(&self, bytes_differing: u64, repaired: u64, but_changed: bool) -> Result<()> {
+        let now = |bytes| Verdict {
+            time: now(),
+            bytes_differing: bytes,
+            until_sync: false,
+            mended: None,
+            repaired: repaired > 0 && !but_changed,
+            whole: None,
+        };
         match (bytes_differing, self.verdict()) {
-            (0, None) => Ok(()),
+            (0, None) if repaired == 0 => Ok(()),
             (0, Some(before)) if but_changed => self.store_verdict(Verdict { until_sync: true, ..before }),
-            (0, Some(before)) => {
+            // The moments that are kept may hold it.
+            (0, before) => {
                 let mended = Some(self.status().epoch.map_or(0, |epoch| epoch.number));
-                self.store_verdict(Verdict { mended, ..before })
+                let whole = Some(self.status().nonce).filter(|_| !but_changed);
+                self.store_verdict(Verdict { mended, whole, ..before.unwrap_or_else(|| now(repaired)) })
             }
-            _ => {
-                self.store_verdict(Verdict { time: now(), bytes_differing, until_sync: false, mended: None })
-            }
+            _ => self.store_verdict(Verdict { repaired: false, ..now(bytes_differing) }),
         }
+    }
+
+    /// Notes that so many bytes differed at its epoch, and that a commit has just mended them: what is kept of before has them.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn note_mended(&self, bytes: u64) -> Result<()> {
+        if bytes > 0 {
+            self.note_verdict(bytes, 0, false)?;
+            self.note_verdict(0, 0, false)?;
+        }
+        Ok(())
     }
 
     fn store_verdict(&self, found: Verdict) -> Result<()> {
@@ -92,14 +126,25 @@ impl Replica {
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
     }
 
-    /// Notes a rewind to an epoch: what was mended after it comes back. Durable on return.
-    pub(crate) fn note_return(&self, epoch: u64) -> Result<()> {
-        match Verdict::load(self.state()) {
-            Some(found) if found.mended.is_some_and(|mended| epoch < mended) => {
-                self.store_verdict(Verdict { mended: None, ..found })
-            }
-            _ => Ok(()),
+    /// Notes a rewind to a moment: what was mended after it comes back. Durable on return.
+    pub(crate) fn note_return(&mut self, epoch: u64, state: Uuid) -> Result<()> {
+        let Some(found) = Verdict::in_state(self.state(), epoch, state) else { return Ok(()) };
+        if found.mended.is_some() && !found.repaired {
+            self.store_verdict(Verdict { mended: None, whole: None, ..found })?;
         }
+        let may = match found.repaired {
+            true => {
+                "if a change had been missed, and nothing was damaged, it holds what was written there later"
+            }
+            false => "it may hold what was damaged",
+        };
+        self.warn(format!(
+            "epoch {epoch} of {} is from before {} were mended, which differed from the source on {}: {may}",
+            self.path().display(),
+            device::human_size(found.bytes_differing),
+            device::moment(found.time)
+        ));
+        Ok(())
     }
 
     /// Forgets the verdict, as nothing is known of the disk as a replica any more: its own history begins anew.
@@ -116,7 +161,7 @@ impl Replica {
     pub fn note_committed(&self, coverage: Coverage) {
         let least = |found: Verdict| if found.until_sync { Coverage::Changed } else { Coverage::Whole };
         if self.verdict().is_some_and(|found| coverage >= least(found)) {
-            let _ = self.note_verdict(0, false);
+            let _ = self.note_verdict(0, 0, false);
         }
     }
 }

@@ -17,6 +17,7 @@ use uuid::Uuid;
 
 use crate::commit::receive::{CommitMode, Committed, DeltaReceiver};
 use crate::error::{ReplicaError, Result, io_error};
+use crate::known::verdict::Verdict;
 use crate::past::present::{Shown, Watched};
 use crate::past::{self, Moment, Past, PastSettings};
 use crate::replica::Replica;
@@ -80,8 +81,11 @@ pub fn history_at_work(path: &Path, options: &ReplicaOptions) -> Result<ReplicaP
     let log = history.at.and_then(|at| folder.open(&past::log_name(at, lineage.nonce), false).ok());
     if let (Some(log), Some(epoch), Some(at)) = (log, history.epoch, history.at) {
         let (ahead, size, fuzzy) = (history.ahead, lineage.size, lineage.state == State::Fuzzy);
+        let doubted = Verdict::in_state(&folder, epoch.number, lineage.nonce).is_some();
         let bytes = log.len().map_err(io_error("look into", folder.path()))?;
-        history.moments.insert(0, Moment { at, epoch, ahead, size, fuzzy, bytes, state: lineage.nonce });
+        history
+            .moments
+            .insert(0, Moment { at, epoch, ahead, size, fuzzy, doubted, bytes, state: lineage.nonce });
     }
     (history.epoch, history.ahead) = (Some(shown.epoch), shown.ahead);
     (history.state, history.at) = (shown.state, shown.at);
@@ -102,10 +106,13 @@ fn shown(folder: &device::Dir) -> Option<Shown> {
 fn of(folder: &dyn Folder, lineage: &Lineage) -> Result<ReplicaPast> {
     let settings = PastSettings::load(folder)?;
     // An interrupted step, or another program, has changed what they go back from.
-    let moments = match in_place(lineage) || lineage.unsure == Unsure::Everything {
+    let mut moments = match in_place(lineage) || lineage.unsure == Unsure::Everything {
         true => Vec::new(),
         false => past::moments(folder, lineage.nonce).map_err(io_error("look into", folder.path()))?,
     };
+    for moment in &mut moments {
+        moment.doubted = Verdict::in_state(folder, moment.epoch.number, moment.state).is_some();
+    }
     Ok(ReplicaPast {
         epoch: lineage.epoch,
         ahead: lineage.is_ahead(),
@@ -167,7 +174,7 @@ impl Replica {
             );
         };
         self.herald_back()?;
-        self.note_return(moment.epoch.number)?;
+        self.note_return(moment.epoch.number, state)?;
         self.note_rewind(&moment)?;
         // To make room, the moment itself might be dropped.
         self.set_rewinds(true);

@@ -24,6 +24,7 @@ use uuid::Uuid;
 use crate::error::{ReplicaError, Result, io_error};
 use crate::journal::index::UndoIndex;
 use crate::journal::{ARRIVING, WHOLE};
+use crate::known::verdict::Verdict;
 use crate::past::present::{Shown, Watched, share};
 use crate::past::views::{self, Claim, HEAD, NAME, ReaderInfo, ReplicaReader, let_go, reach};
 use crate::past::{self, Past};
@@ -271,6 +272,11 @@ impl MomentView {
     /// True if it was copied from a live disk without a cut.
     pub fn is_fuzzy(&self) -> bool {
         self.shown.fuzzy
+    }
+
+    /// True if it is from before a verification found what differed, and may hold that.
+    pub fn is_doubted(&self) -> bool {
+        Verdict::in_state(&self.log.folder, self.shown.epoch.number, self.shown.state).is_some()
     }
 
     /// When the replica came to this, in seconds since 1970; `None` if that is not known.

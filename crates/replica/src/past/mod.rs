@@ -147,6 +147,8 @@ pub struct Moment {
     pub size: u64,
     /// It was copied from a live disk without a cut.
     pub fuzzy: bool,
+    /// It is from before a verification found what differed, and may hold that.
+    pub doubted: bool,
     /// Bytes on disk that keep it.
     pub bytes: u64,
     /// Names the state.
@@ -576,7 +578,16 @@ pub(crate) fn moments(folder: &dyn Folder, present: Uuid) -> io::Result<Vec<Mome
         reached.push(undo.to);
         let Some(epoch) = header.to().copied().filter(|_| undo.kind != UndoKind::Via) else { continue };
         let (size, fuzzy, ahead) = (header.size_after, header.fuzzy, undo.kind == UndoKind::Ahead);
-        moments.push(Moment { at: undo.at, epoch, ahead, size, fuzzy, bytes, state: undo.to });
+        moments.push(Moment {
+            at: undo.at,
+            epoch,
+            ahead,
+            size,
+            fuzzy,
+            doubted: false,
+            bytes,
+            state: undo.to,
+        });
     }
     moments.sort_by_key(|moment| std::cmp::Reverse((moment.at, moment.ahead)));
     Ok(moments)

@@ -41,7 +41,7 @@ pub trait Backing: Send + Sync {
     fn written(&self) -> Option<WriteCounts> {
         None
     }
-    /// The same with writes to a partition through its disk. `None` also while the disk is too busy to be counted.
+    /// The kernel's count with writes to a partition past it, through its disk. `None` also while the disk is too busy to be counted.
     fn counted(&self) -> Option<WriteCounts> {
         None
     }

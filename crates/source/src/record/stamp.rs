@@ -43,10 +43,28 @@ use device::{Boot, DiskKind, Folder, Identity, Life, StateFile, WriteCounts};
 use serde::{Deserialize, Serialize};
 use trackers::TrackedDisk;
 
-use crate::source::DeviceTrust;
 use crate::{Gap, SourceError};
 
 const NAME: &str = "stamp";
+
+/// When the record of a block device is trusted across a stop.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum DeviceTrust {
+    /// Never: other hosts may share its medium, and write to that.
+    #[default]
+    Never,
+    /// If this kernel has counted no write to it since: for the steps of one command, and for completing a command that has ended its source.
+    Counted,
+    /// Its user says that nothing else wrote to it.
+    Said,
+}
+
+impl DeviceTrust {
+    /// By what its user says.
+    pub fn of(said: bool) -> DeviceTrust {
+        if said { DeviceTrust::Said } else { DeviceTrust::Never }
+    }
+}
 
 /// The state of the image when its record was last valid.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -77,13 +95,9 @@ pub(crate) struct ImageStamp {
     /// source is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub marked: Option<u64>,
-    /// The time of change of a file at its last epoch, which was durable with its content, in nanoseconds since 1970. A power cut leaves it
-    /// none that is earlier. 0 where that is not known.
-    #[serde(default, skip_serializing_if = "is_unknown")]
-    pub durable: i64,
-    /// The time of its content then, which was durable with it: only others set it back. 0 where that is not known.
-    #[serde(default, skip_serializing_if = "is_unknown")]
-    pub durable_content: i64,
+    /// The times of a file at its last epoch.
+    #[serde(flatten)]
+    pub durable: DurableTimes,
     /// It was served once: it is a disk in use, and no dump that is made anew now and then.
     pub served: bool,
     /// It is tracked by clones, which makes it a disk in use as well.
@@ -98,6 +112,17 @@ pub(crate) struct ImageStamp {
     /// When the file of this stamp was made, in nanoseconds since 1970, as far as its file system tells: in another one it is a copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub born: Option<i64>,
+}
+
+/// The times that a file had at its last epoch, which were durable with its content, in nanoseconds since 1970; 0 where they are not known.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct DurableTimes {
+    /// Of its change: a power cut leaves it none that is earlier.
+    #[serde(rename = "durable", default, skip_serializing_if = "is_unknown")]
+    pub changed: i64,
+    /// Of its content: only others set it back.
+    #[serde(rename = "durable_content", default, skip_serializing_if = "is_unknown")]
+    pub content: i64,
 }
 
 /// Which file is at a path, and when it was written to last.
@@ -335,7 +360,7 @@ impl ImageStamp {
             true => (then.mtime_ns, now.mtime_ns < then.mtime_ns || now.ctime_ns < then.ctime_ns),
             // Unless the clock was set back. A power cut takes the times that were not durable when the disk was opened.
             false => {
-                let set_back = now.ctime_ns < self.durable && wrote as i64 >= self.durable;
+                let set_back = now.ctime_ns < self.durable.changed && wrote as i64 >= self.durable.changed;
                 let recorded = then.mtime_ns.max(wrote as i64);
                 // Own writes bear their time, also where the clock was set back: what is older than the last of them is not own.
                 let before_own = |time: i64, known: i64| {
@@ -343,7 +368,7 @@ impl ImageStamp {
                         && time.saturating_add(A_SECOND)
                             < if wrote == 0 { known } else { known.min(wrote as i64) }
                 };
-                let is_restored = before_own(now.mtime_ns, self.durable_content);
+                let is_restored = before_own(now.mtime_ns, self.durable.content);
                 let before = match boot.life(&self.boot) {
                     Life::This => now.mtime_ns < then.mtime_ns || before_own(now.ctime_ns, seen as i64),
                     _ => now.mtime_ns.saturating_add(IN_MEMORY_NS) < recorded,
@@ -413,7 +438,7 @@ impl ImageStamp {
             return StampVerdict::Lost("the image was resized while it was not served".into());
         }
         // What the history has, the record does not: an image from before that cannot be brought up to date by either.
-        if now.ctime_ns < self.durable {
+        if now.ctime_ns < self.durable.changed {
             return StampVerdict::Lost(SET_BACK.into());
         }
         self.unclean_verdict(now, boot, life, last)
@@ -477,8 +502,7 @@ mod tests {
             written: None,
             proven: true,
             marked: None,
-            durable: 0,
-            durable_content: 0,
+            durable: DurableTimes::default(),
             served: true,
             cloned: false,
             in_use: false,
@@ -589,9 +613,10 @@ mod tests {
         let boot = Boot { id: "this one".into(), began: u64::MAX };
         let last = LastWrite { time: changed, in_flight: false, seen: 0, foreign: false, written: None };
         for (opened, life) in [(1, "this one"), (1, "an earlier one"), (now.ctime_ns, "an earlier one")] {
-            let verdict = |durable| {
+            let verdict = |changed| {
                 let opened = Identity { ctime_ns: opened, ..now.clone() };
-                let stamp = ImageStamp { durable, ..unclean(opened, life) };
+                let stamp =
+                    ImageStamp { durable: DurableTimes { changed, content: 0 }, ..unclean(opened, life) };
                 stamp.verdict(&now, &boot, last, DeviceTrust::Never)
             };
             assert!(matches!(verdict(now.ctime_ns), StampVerdict::Trusted { .. }), "{life}");
@@ -607,7 +632,7 @@ mod tests {
         let boot = Boot { id: "this one".into(), began: 0 };
         let stamp = |clean, identity: &Identity| ImageStamp {
             clean,
-            durable: if clean { 0 } else { identity.ctime_ns },
+            durable: DurableTimes { changed: if clean { 0 } else { identity.ctime_ns }, content: 0 },
             ..unclean(identity.clone(), &boot.id)
         };
         let at = |time| Identity { mtime_ns: time, ctime_ns: time, ..now.clone() };
@@ -651,11 +676,17 @@ mod tests {
         assert_eq!(stamp(false, &ahead).other(&now, &boot, stamped as u64, 0), None);
         // Times that were not durable yet when the power went.
         let later = Boot { id: "another".into(), began: u64::MAX };
-        let opened = ImageStamp { durable: stamped, ..stamp(false, &at(stamped + hour)) };
+        let opened = ImageStamp {
+            durable: DurableTimes { changed: stamped, content: 0 },
+            ..stamp(false, &at(stamped + hour))
+        };
         assert_eq!(opened.other(&now, &later, (stamped + hour) as u64, 0), None);
         assert!(opened.other(&now, &boot, (stamped + hour) as u64, 0).is_some());
         // Its content is older than at the last epoch, whatever a power cut has taken, and then than the last own write.
-        let ended = ImageStamp { durable_content: stamped + 2 * hour, ..opened.clone() };
+        let ended = ImageStamp {
+            durable: DurableTimes { content: stamped + 2 * hour, ..opened.durable },
+            ..opened.clone()
+        };
         for boot in [&boot, &later] {
             let ended = ImageStamp { identity: at(stamped), ..ended.clone() };
             assert!(ended.other(&now, boot, (stamped + 3 * hour) as u64, 0).is_some());
@@ -663,7 +694,7 @@ mod tests {
         }
         // So is one that was seen with a later time.
         let seen = (stamped + hour) as u64;
-        let opened_then = ImageStamp { durable: 0, ..stamp(false, &at(stamped)) };
+        let opened_then = ImageStamp { durable: DurableTimes::default(), ..stamp(false, &at(stamped)) };
         assert!(opened_then.other(&now, &boot, seen, seen).is_some());
         assert_eq!(opened_then.other(&now, &later, seen, seen), None);
         // Older than a power cut makes it.

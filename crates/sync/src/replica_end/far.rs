@@ -12,7 +12,7 @@ use device::{Disk, Storage};
 use link::{Message, Received, Receiver, Sender};
 use replica::{
     CommitMode, Coverage, DeltaReceiver, ExpectedBytes, Herald, Keep, KnownReplicas, Replica, ReplicaError,
-    SourceTime,
+    SourceTime, State,
 };
 use serde::Serialize;
 use source::{Attended, SourceError, StateDir};
@@ -348,7 +348,8 @@ impl ReplicaEnd<'_> {
                 (VERDICT, Some(replica)) => {
                     let found: VerifyFinding = message.json()?;
                     // The source knows it, whether it can be written down here or not.
-                    let _ = replica.note_verdict(found.bytes_differing, found.but_changed);
+                    let VerifyFinding { bytes_differing, bytes_repaired, but_changed } = found;
+                    let _ = replica.note_verdict(bytes_differing, bytes_repaired, but_changed);
                 }
                 (FAILED, _) => return Err(unexpected(&message)),
                 _ => {}
@@ -459,7 +460,7 @@ impl ReplicaEnd<'_> {
         if let Some(kept) = &mut kept {
             kept.begin(plan.compare.as_ref(), receipt.header(), &status)?;
         }
-        let (seen, at_end) = (kept.as_ref(), AtEnd::of(&plan));
+        let (seen, at_end, mut replaced) = (kept.as_ref(), AtEnd::of(&plan), 0);
         // By kept digests the source is compared with what the replica held once.
         let covers = if seen.is_some() { receipt.covers().min(Coverage::Changed) } else { receipt.covers() };
         let taken = match (&plan.compare, disk) {
@@ -474,7 +475,7 @@ impl ReplicaEnd<'_> {
                         })
                     });
                 let answering = answering.map_err(SyncError::io("start a thread"))?;
-                let received = self.take_units(receipt, seen, at_end, |_| {});
+                let received = self.take_units(receipt, seen, at_end, |frame| replaced += bytes_of(frame));
                 match answering.join() {
                     // A link that broke during the answers broke for the units too, with a better error there.
                     Ok(Err(error)) if received.is_ok() => Err(error),
@@ -491,8 +492,7 @@ impl ReplicaEnd<'_> {
                         progress(params.size + done, params.size * 2);
                     }
                     None => {
-                        done +=
-                            frame.records.iter().map(|record| record.end() - record.offset()).sum::<u64>();
+                        done += bytes_of(frame);
                         progress(done, plan.bytes);
                     }
                 })?
@@ -501,6 +501,7 @@ impl ReplicaEnd<'_> {
         Ok(match taken {
             Taken::Committed(mut committed) => {
                 replica.note_committed(covers);
+                note_damage(replica, &status, committed.epoch, replaced);
                 committed.warnings = replica.take_warnings();
                 committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
                 Taken::Committed(committed)
@@ -616,6 +617,19 @@ impl ReplicaEnd<'_> {
             }
         }
     }
+}
+
+/// Notes what a comparison has replaced in a replica that was at that epoch already: damage, or a change that was missed.
+fn note_damage(replica: &Replica, was: &replica::Status, epoch: delta::Epoch, replaced: u64) {
+    let whole = was.state == State::Exact && was.unsure.is_empty() && was.changed.is_none();
+    if whole && was.epoch == Some(epoch) {
+        let _ = replica.note_mended(replaced);
+    }
+}
+
+/// Bytes of a disk that a frame names.
+fn bytes_of(frame: &Frame) -> u64 {
+    frame.records.iter().map(|record| record.end() - record.offset()).sum()
 }
 
 /// How to merge.

@@ -289,23 +289,7 @@ pub(crate) fn follow(
     let path = about.path.display();
     refuse_in_use(handle)?;
     let has_ended = matches!(at, At::Ended(_));
-    let (epoch, how) = match at {
-        At::Synced(last_sync) => {
-            let synced = last_sync(handle)?;
-            refuse_unrepaired(&about.path, &synced)?;
-            match synced.epoch {
-                Some(epoch) => (Some(handle.epoch(&epoch.to_string())?), None),
-                // A dry run.
-                None => (handle.last_epoch()?, None),
-            }
-        }
-        At::Now if options.dry_run => (handle.last_epoch()?, None),
-        At::Now => (Some(present(handle, about.began)?), None),
-        At::Ended(epoch) => (Some(epoch), None),
-        At::Apart(since, how) => {
-            (since.map(|since| handle.epoch(&since.to_string())).transpose()?, Some(how))
-        }
-    };
+    let (epoch, how) = epoch_of(handle, options, at)?;
     let not_known = "its history does not go back to an epoch that both have";
     let written = |epoch: &Option<Epoch>| match epoch {
         Some(epoch) => written(handle, epoch),
@@ -364,6 +348,31 @@ pub(crate) fn follow(
         saved,
     };
     Ok((summary, demotion))
+}
+
+/// The epoch at which a source becomes a replica, and how what was written since is given up, if that is asked for.
+fn epoch_of(
+    handle: &Handle,
+    options: &DemoteOptions,
+    at: At<'_>,
+) -> Result<(Option<Epoch>, Option<GiveUp>), SyncError> {
+    Ok(match at {
+        At::Synced(last_sync) => {
+            let synced = last_sync(handle)?;
+            refuse_unrepaired(&handle.about().path, &synced)?;
+            match synced.epoch {
+                Some(epoch) => (Some(handle.epoch(&epoch.to_string())?), None),
+                // A dry run.
+                None => (handle.last_epoch()?, None),
+            }
+        }
+        At::Now if options.dry_run => (handle.last_epoch()?, None),
+        At::Now => (Some(present(handle, handle.about().began)?), None),
+        At::Ended(epoch) => (Some(epoch), None),
+        At::Apart(since, how) => {
+            (since.map(|since| handle.epoch(&since.to_string())).transpose()?, Some(how))
+        }
+    })
 }
 
 /// The epoch that a source is at: an earlier one, if nothing was written since. A promotion after which nothing was written leaves the

@@ -361,9 +361,14 @@ impl<'a> Proof<'a> {
     /// What the replica is to be told: how much of it is damaged. `None` if that is not known, because differences may be changes, or because
     /// only a part was looked at.
     fn found(&self, verified: &Verified) -> Option<VerifyFinding> {
-        let left = if verified.repaired { 0 } else { verified.differing.bytes };
+        let (left, bytes_repaired) =
+            if verified.repaired { (0, verified.differing.bytes) } else { (verified.differing.bytes, 0) };
         let says = self.lost.is_none() && (left > 0 || self.options.ranges.is_empty());
-        says.then(|| VerifyFinding { bytes_differing: left, but_changed: self.passes_over(verified) })
+        says.then(|| VerifyFinding {
+            bytes_differing: left,
+            bytes_repaired,
+            but_changed: self.passes_over(verified),
+        })
     }
 
     /// True if blocks that changed since the replica's epoch were not compared: the next sync sends them.

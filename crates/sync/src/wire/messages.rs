@@ -86,6 +86,9 @@ pub(crate) const VERDICT: u8 = 20;
 pub(crate) struct VerifyFinding {
     /// Bytes that differ, now that it has ended; 0 if they were repaired.
     pub bytes_differing: u64,
+    /// Bytes that were.
+    #[serde(default)]
+    pub bytes_repaired: u64,
     /// Blocks that changed since the replica's epoch were not compared.
     pub but_changed: bool,
 }
