@@ -102,6 +102,11 @@ pub enum Conflict {
         /// The source.
         path: PathBuf,
     },
+    /// What is to be adopted has what the source has not.
+    #[error(
+        "--adopt gives up nothing that only the replica has (if that can be lost, pass --adopt=overwrite): {0}"
+    )]
+    Newer(Box<Conflict>),
     /// A source has ended with its group, and is not a replica yet.
     #[error(
         "the demotion of {} with its group {group} was interrupted: run \"dsync demote --group {group}\" again, which completes it",

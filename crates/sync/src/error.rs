@@ -125,7 +125,12 @@ impl SyncError {
             SyncError::Conflict(Conflict::Lost { .. })
             | SyncError::Source(source::SourceError::Lost { .. }) => return Class::Lost,
             SyncError::Conflict(Conflict::Vanished { .. } | Conflict::Gone(_)) => return Class::Away,
-            SyncError::Conflict(Conflict::Diverged(_)) | SyncError::Diverged(_) => return Class::Diverged,
+            SyncError::Conflict(Conflict::Newer(newer)) if !matches!(**newer, Conflict::Diverged(_)) => {
+                return Class::Refused;
+            }
+            SyncError::Conflict(Conflict::Diverged(_) | Conflict::Newer(_)) | SyncError::Diverged(_) => {
+                return Class::Diverged;
+            }
             SyncError::Conflict(_) => true,
             SyncError::Far { class, .. } => return *class,
             SyncError::Source(e) if e.is_busy() => return Class::Busy,

@@ -30,7 +30,7 @@ pub struct SyncOptions {
     pub dry_run: bool,
     /// Take over a file or device that is not a replica of this source, after comparing all of it.
     pub adopt: bool,
-    /// Adopt it also if most of what it holds differs from the source.
+    /// Adopt it also if most of what it holds differs from the source, or if it has what the source has not.
     pub overwrite: bool,
     /// Adopt also a file that is larger than the source, and cut off what it has beyond.
     pub shrink: bool,
@@ -132,6 +132,11 @@ pub struct LiveOptions {
 }
 
 impl SyncOptions {
+    /// True if the destination is adopted whatever it has.
+    pub(crate) fn overwrites(&self) -> bool {
+        self.adopt && self.overwrite
+    }
+
     /// On one host, without a journal, a dense region is copied whole: that costs less than picking blocks.
     pub(crate) fn fills(&self) -> bool {
         !self.way.may_be_cut() && self.commit == CommitMode::InPlace

@@ -292,7 +292,7 @@ fn a_site_that_goes_back_to_a_lost_branch_has_diverged() {
     switch(&d, &e);
     e.sync(&c, &[]).code(4).says(&["has diverged"]);
     assert_eq!(content, image::fingerprint(&c.disk).0);
-    e.sync(&c, &["--adopt"]).ok();
+    e.sync(&c, &["--discard-there"]).ok();
     equal(&e, &c);
 }
 
@@ -361,7 +361,7 @@ fn what_a_restored_source_has_lost_is_not_overwritten_by_who_takes_over() {
     let lost = image::fingerprint(&first.disk).0;
     second.sync(&first, &[]).code(4).says(&["has diverged"]);
     assert_eq!(lost, image::fingerprint(&first.disk).0);
-    second.sync(&first, &["--adopt"]).ok();
+    second.sync(&first, &["--discard-there"]).ok();
     equal(&second, &first);
 }
 
@@ -514,7 +514,7 @@ impl Sites {
             // It was changed behind its state, or has what was given up.
             Some(4) => {
                 self.adopted += 1;
-                settled(|| here.sync(there, &["--adopt"]).output()).summary()
+                settled(|| here.sync(there, &["--adopt=overwrite"]).output()).summary()
             }
             _ => panic!("{output}"),
         };

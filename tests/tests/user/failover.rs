@@ -1173,7 +1173,8 @@ fn a_disk_that_was_restored_is_not_promoted_over_the_source_that_it_is() {
     }
     assert!(host.run(&["status", "-v"]).ok().text().contains("nightly"));
     host.run(&["forget", "--replica"]).ok();
-    host.site.sync(&host.disk, &replica, &["--adopt"]).ok();
+    host.site.sync(&host.disk, &replica, &["--adopt"]).code(4).says(&["--accept-source"]);
+    host.site.sync(&host.disk, &replica, &["--accept-source"]).ok();
 }
 
 #[test]

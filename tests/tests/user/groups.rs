@@ -1335,6 +1335,33 @@ fn a_member_that_is_ahead_is_not_at_the_common_epoch() {
     assert_eq!(two.replicas().each_ref().map(has), [false, false]);
 }
 
+/// One replica is to be compared, as others have written to it; another one is newer than its source.
+#[test]
+fn an_adoption_overwrites_no_newer_member() {
+    let mut two = Two::new("a group that is adopted");
+    two.sync(&[]).ok();
+    two.stop();
+    let (state, before) = (two.site.state(), two.site.path("state-before"));
+    Run::new("cp").arg("-a").args([&state, &before]).ok();
+    let disks = two.images.each_ref().map(|image| std::fs::read(image).expect("an image"));
+    two.start();
+    two.change(1, 5);
+    two.sync(&[]).ok();
+    two.stop();
+    // The host of the sources goes back as a whole.
+    std::fs::remove_dir_all(&state).expect("a state");
+    std::fs::rename(&before, &state).expect("a state");
+    two.images.iter().zip(&disks).for_each(|(image, disk)| std::fs::write(image, disk).expect("an image"));
+    let [data, log] = two.replicas();
+    image::scribble(&data, MIB, BLOCK, &mut two.random);
+    let newer = std::fs::read(&log).expect("a replica");
+    two.sync(&[]).code(4).says(&["data.raw was modified outside dsync"]);
+    two.sync(&["--adopt"]).code(4).says(&["log.raw", "gives up nothing that only the replica has"]);
+    assert!(std::fs::read(&log).expect("a replica") == newer);
+    two.sync(&["--adopt=overwrite"]).ok();
+    two.equal();
+}
+
 /// What is written to a disk between a demotion that failed half way and its completion is not given up by that.
 #[test]
 fn a_demotion_that_failed_half_way_gives_up_no_later_write() {

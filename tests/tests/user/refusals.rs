@@ -103,7 +103,7 @@ fn a_source_that_was_set_back_to_an_older_state() {
     scene.change(10);
     refused(&scene, scene.sync(&[]), 4, &["vm.raw", "epoch"]);
     // The way out.
-    scene.sync(&["--adopt"]).ok();
+    scene.sync(&["--discard-there"]).ok();
     scene.equal();
 }
 

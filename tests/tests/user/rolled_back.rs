@@ -114,7 +114,12 @@ fn an_adopted_replica_is_mirrored_on() {
     let snapshots = mirrored(&a, &b, &mut random);
     snapshots[1].restore(&a);
     a.sync(&b, &[]).code(4);
-    a.sync(&b, &["--adopt"]).ok();
+    let only = image::fingerprint(&b.disk).0;
+    a.sync(&b, &["--adopt"])
+        .code(4)
+        .says(&["gives up nothing that only the replica has", "--adopt=overwrite"]);
+    assert_eq!(image::fingerprint(&b.disk).0, only);
+    a.sync(&b, &["--adopt=overwrite"]).ok();
     image::assert_equal(&a.disk, &b.disk);
     let [again, amidst] = mirrored(&a, &b, &mut random);
     // Nothing went back: what is left of the epoch is sent.
@@ -250,7 +255,7 @@ fn who_takes_over_does_not_overwrite_what_a_rolled_back_source_has_forgotten() {
         b.sync(&c, &[]).code(4).says(&["has diverged", "--discard-there"]);
         assert_eq!(std::fs::read(&c.disk).expect("a replica"), only);
         // What is at an epoch of its line, and lags behind, is no such thing.
-        b.sync(&c, &["--adopt"]).ok();
+        b.sync(&c, &["--discard-there"]).ok();
         b.sync(&a, &[]).ok();
         assert_eq!(std::fs::read(&c.disk).ok(), std::fs::read(&b.disk).ok());
     }

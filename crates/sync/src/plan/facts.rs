@@ -22,7 +22,7 @@ pub(crate) fn facts<'a>(
     let about = handle.about();
     let positions = positions(status).filter(|positions| !positions.is_empty());
     let branch = handle.lives()?.relation(&status.replica.role.lives);
-    let asked = positions.filter(|_| !options.adopt);
+    let asked = positions.filter(|_| !options.overwrites());
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
     // received since was made for them as well.
     let left_off = status.replica.toward.filter(|_| status.replica.resumes.is_none());
@@ -31,7 +31,10 @@ pub(crate) fn facts<'a>(
     let knowledge = match asked.map(|positions| handle.reaches(&positions)) {
         // Another content is one for each of its replicas, also where nothing tells how old that is.
         None => {
-            match handle.lost()?.filter(|_| status.replica.source == Some(about.uuid) && !options.adopt) {
+            match handle
+                .lost()?
+                .filter(|_| status.replica.source == Some(about.uuid) && !options.overwrites())
+            {
                 Some(why @ Gap::OtherContent(_)) => Knowledge::Lost(why),
                 _ => Knowledge::NotAsked,
             }
@@ -141,7 +144,7 @@ fn refuse_left(
     let is_known = replica.epoch.is_some() && !replica.role.lives.is_empty();
     let follows = replica.source == Some(about.uuid) && is_known;
     let has_left = matches!(lives.relation(&replica.role.lives), Branch::Strangers | Branch::Incomplete);
-    if options.accept_source || options.adopt || !follows || !has_left {
+    if options.accept_source || options.overwrites() || !follows || !has_left {
         return Ok(());
     }
     let (path, name) = (about.path.clone(), status.path.display().to_string());

@@ -238,7 +238,7 @@ pub(crate) fn refuse_emptied(
 /// Refuses a source in whose place a backup was put, or whose file system was rolled back: a comparison would take the replica back with it.
 pub(crate) fn refuse_other_content(facts: &SourceFacts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
     match &facts.history {
-        Knowledge::Lost(why @ Gap::OtherContent(_)) if !options.accept_source && !options.adopt => {
+        Knowledge::Lost(why @ Gap::OtherContent(_)) if !options.accept_source && !options.overwrites() => {
             let (path, name) = (facts.path.to_path_buf(), facts.name.to_owned());
             Err(Conflict::OtherContent { path, name, why: why.to_string() })
         }
@@ -273,7 +273,8 @@ pub(crate) fn refuse_diverged(
         let TwoSources { common, here, there } = facts.two;
         return diverged(theirs.term, common, Divergence::TwoSources { here, there });
     }
-    let Some(epoch) = replica.epoch.filter(|_| replica.source == Some(facts.uuid) && !options.adopt) else {
+    let Some(epoch) = replica.epoch.filter(|_| replica.source == Some(facts.uuid) && !options.overwrites())
+    else {
         return Ok(());
     };
     let (term, demoted) = (replica.role.term, replica.role.demoted.is_some());
@@ -287,10 +288,10 @@ pub(crate) fn refuse_diverged(
             return Ok(());
         }
         Branch::Strangers | Branch::Incomplete => {
-            return Err(foreign(facts, status, UNKNOWN_BRANCH.into()));
+            return Err(newer(foreign(facts, status, UNKNOWN_BRANCH.into()), options));
         }
     };
-    match facts.branch {
+    let refused = match facts.branch {
         _ if term > facts.term && !demoted => diverged(term, Some(common), Divergence::Superseded),
         Branch::Ahead(_) if term == facts.term && !demoted => {
             Err(foreign(facts, status, later(&epoch, common, replica.ahead)))
@@ -306,7 +307,13 @@ pub(crate) fn refuse_diverged(
             let common = if demoted { anew.map(|common| common.number) } else { Some(common) };
             diverged(term, common, Divergence::OtherBranch { epoch: epoch.number, demoted })
         }
-    }
+    };
+    refused.map_err(|conflict| newer(conflict, options))
+}
+
+/// Says what `--adopt` does not give up.
+fn newer(conflict: Conflict, options: &SyncOptions) -> Conflict {
+    if options.adopt { Conflict::Newer(Box::new(conflict)) } else { conflict }
 }
 
 /// Why a replica is refused of which nothing tells whether its source has all that it has.
@@ -657,9 +664,19 @@ mod tests {
             (true, _) => Unreadable::SendAnew,
             _ => Unreadable::Fail,
         };
-        let (adopt, create, at_view) = (has("--adopt"), has("--create"), has("--at-view"));
-        let accept_source = has("--accept-source");
-        SyncOptions { method, adopt, accept_source, create, at_view, unreadable, ..SyncOptions::default() }
+        let (adopt, create, at_view) =
+            (has("--adopt") || has("--adopt=overwrite"), has("--create"), has("--at-view"));
+        let (accept_source, overwrite) = (has("--accept-source"), has("--adopt=overwrite"));
+        SyncOptions {
+            method,
+            adopt,
+            overwrite,
+            accept_source,
+            create,
+            at_view,
+            unreadable,
+            ..SyncOptions::default()
+        }
     }
 
     /// Epoch 5 of a life.
@@ -787,7 +804,8 @@ mod tests {
             ("at 5; other-content", "OtherContent"),
             ("at 5; other-content --compare", "OtherContent"),
             ("at 5; other-content --copy", "OtherContent"),
-            ("at 5; other-content --adopt", "compare, compared: the replica was adopted"),
+            ("at 5; other-content --adopt", "OtherContent"),
+            ("at 5; other-content --adopt=overwrite", "compare, compared: the replica was adopted"),
             (
                 "at 5; other-content --accept-source",
                 "compare, compared: its content is not what was recorded last: written to last a day before",
@@ -814,7 +832,11 @@ mod tests {
             ),
             ("demoted unknown; term2 --tracked", "Lost"),
             ("unsure demoted at 7; term2 forked", "Diverged"),
-            ("unsure demoted at 7; term2 forked --adopt", "compare, compared: the replica was adopted"),
+            ("unsure demoted at 7; term2 forked --adopt", "Newer"),
+            (
+                "unsure demoted at 7; term2 forked --adopt=overwrite",
+                "compare, compared: the replica was adopted",
+            ),
             // It was of a later term, and was given up.
             ("unsure demoted at 5 term2", "tracked"),
             ("unsure demoted at 5 term2; gap", "compare, compared: the host crashed"),
@@ -824,26 +846,34 @@ mod tests {
             ("at 7; ahead gap", "Foreign"),
             ("at 7; ahead --compare", "Foreign"),
             ("at 7; ahead --copy", "Foreign"),
-            ("at 7; ahead --adopt", "compare, compared: the replica was adopted"),
+            ("at 7; ahead --adopt", "Newer"),
+            ("at 7; ahead --adopt=overwrite", "compare, compared: the replica was adopted"),
             ("unsure batches at 5; ahead", "Foreign"),
             ("at 7 term2; ahead", "Diverged"),
             ("at 7 term2; ahead gap", "Diverged"),
             ("at 7 term2; ahead --copy", "Diverged"),
-            ("at 7 term2; ahead --adopt", "compare, compared: the replica was adopted"),
+            ("at 7 term2; ahead --adopt", "Newer"),
+            ("at 7 term2; ahead --adopt=overwrite", "compare, compared: the replica was adopted"),
             ("at 7 term3; term2 ahead", "Diverged"),
             // Each has what the other has not.
             ("at 7; term2 forked", "Diverged"),
             ("at 7; term2 forked gap", "Diverged"),
             ("at 7; term2 forked --compare", "Diverged"),
-            ("at 7; term2 forked --adopt", "compare, compared: the replica was adopted"),
+            ("at 7; term2 forked --adopt", "Newer"),
+            ("at 7; term2 forked --adopt=overwrite", "compare, compared: the replica was adopted"),
             ("at 7 term2; term2 forked", "Diverged"),
             ("unsure batches at 5; term2 forked", "Diverged"),
             ("unsure batches at 5; term2 forked --compare", "Diverged"),
-            ("unsure batches at 5; term2 forked --adopt", "compare, compared: the replica was adopted"),
+            ("unsure batches at 5; term2 forked --adopt", "Newer"),
+            (
+                "unsure batches at 5; term2 forked --adopt=overwrite",
+                "compare, compared: the replica was adopted",
+            ),
             // Nothing tells.
             ("at 5; strangers", "Foreign"),
             ("at 5; strangers gap", "Foreign"),
-            ("at 5; strangers --adopt", "compare, compared: the replica was adopted"),
+            ("at 5; strangers --adopt", "Newer"),
+            ("at 5; strangers --adopt=overwrite", "compare, compared: the replica was adopted"),
             // It has all that the replica has, of whatever term and whatever was brought to that.
             ("at 5; term2", "tracked"),
             ("at 5 term2; term2", "tracked"),

@@ -230,6 +230,10 @@ impl<'a> GroupSession<'a> {
     fn named(&self, error: SyncError) -> SyncError {
         let (message, class) = match error {
             SyncError::Far { message, class } => (message, class),
+            SyncError::Conflict(Conflict::Newer(newer)) => match self.named(SyncError::Conflict(*newer)) {
+                SyncError::Conflict(conflict) => return Conflict::Newer(Box::new(conflict)).into(),
+                said => return said,
+            },
             SyncError::Conflict(Conflict::Diverged(diverged)) => {
                 let said = diverged.said(&ways_of_group(self.group.name()));
                 return SyncError::Diverged(said);
