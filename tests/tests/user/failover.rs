@@ -1141,7 +1141,9 @@ fn a_switch_there_and_back_restores_a_disk() {
             _ => std::fs::remove_file(&near.disk).expect("the disk"),
         }
         far.run(&["promote", "--force"]).ok();
-        let restored = summary(far.sync(&near, &["--discard-there"]));
+        let consent: &[&str] =
+            if spoiled == "gone" { &["--discard-there", "--create"] } else { &["--discard-there"] };
+        let restored = summary(far.sync(&near, consent));
         equal(&near, &far);
         let (method, blocks) = match spoiled {
             "by its guest" => ("tracked", 3),
@@ -1157,6 +1159,23 @@ fn a_switch_there_and_back_restores_a_disk() {
         equal(&near, &older);
         near.sync(&newer, &[]).code(4).says(&["has diverged", "--discard-there"]);
     }
+}
+
+/// The file system of the old source is not mounted: what is in its place is no new replica.
+#[test]
+fn a_way_back_to_a_source_that_is_away_is_refused() {
+    let mut random = Random::new("a source that is away");
+    let (near, far) = pair(4 * MIB, &mut random);
+    near.write([3], &mut random);
+    far.force();
+    far.write([5], &mut random);
+    let away = near.site.path("away.raw");
+    std::fs::rename(&near.disk, &away).expect("a file");
+    far.sync(&near, &[]).output().says(&["is a source of its host", "is missing there", "--create"]);
+    assert!(!near.disk.exists());
+    // Gone for good.
+    far.sync(&near, &["--create"]).ok();
+    image::assert_equal(&near.disk, &far.disk);
 }
 
 /// What a disk is as a source of its own is not given up by the way.

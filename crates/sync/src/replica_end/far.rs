@@ -52,8 +52,29 @@ pub(crate) fn open_member(
     }
     if open.adopt {
         refuse_adoption(path, &options, state)?;
+    } else if !open.create {
+        refuse_missing_source(path, &options, state)?;
     }
     Ok(Opened::Replica(Box::new(open_replica(path, &options, state)?)))
+}
+
+/// Refuses to begin a replica in the place of a source that is missing: most likely its file system is not mounted, and what was written to it
+/// since its last sync is nowhere else.
+fn refuse_missing_source(
+    path: &Path,
+    options: &replica::ReplicaOptions,
+    state: &dyn Site,
+) -> Result<(), SyncError> {
+    if state.exists(path) || state.lineage(path, options)?.is_some() {
+        return Ok(());
+    }
+    let Some((_, about)) = state.source(&path.to_string_lossy())? else { return Ok(()) };
+    Err(SyncError::Away(format!(
+        "{} is a source of its host (term {}), and is missing there. If its file system is not mounted or its disk not attached, bring it back \
+         and run again: what was written to it since its last sync is nowhere else. If it is gone for good, \"dsync sync --create\" restores it",
+        path.display(),
+        about.term
+    )))
 }
 
 /// What the source's side asks for, beside what is said here.
