@@ -99,6 +99,9 @@ fn a_replica_that_is_out_of_date_is_reported() {
     assert_eq!(problems(&scene.site, &["--max-age", "1s"]), none(), "nothing was written since");
     scene.change(3);
     assert_eq!(problems(&scene.site, &["--max-age", "1s"]), ["stale"]);
+    let replica = scene.replica.to_str().expect("a path");
+    assert_eq!(problems(&scene.site, &["--max-age", "1s", replica]), ["stale"]);
+    assert_eq!(problems(&scene.site, &["--max-age", "1h", replica]), none());
     assert_eq!(problems(&scene.site, &["--max-age", "1h"]), none());
     assert_eq!(problems(&scene.site, &[]), none());
     scene.sync(&[]).ok();

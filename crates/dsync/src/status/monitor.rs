@@ -27,6 +27,8 @@ use crate::terms::{machine_name, units};
 #[derive(Default)]
 pub(crate) struct Inventory {
     pub sources: Vec<SourceStatus>,
+    /// The sources on this host of a replica that is asked for, with what they know of that alone.
+    origins: Vec<SourceStatus>,
     pub replicas: Vec<KnownReplica>,
     /// The source that each replica on this host follows, those that are not asked for included.
     follow: BTreeMap<PathBuf, uuid::Uuid>,
@@ -70,13 +72,32 @@ impl Inventory {
         source.into_iter().for_each(|(place, about)| found.read_source(&place, about));
         found.read_jobs(&all, state, Some(what));
         found.replicas = all.into_iter().filter(|replica| replica.path == path).collect();
-        if !is_source && found.replicas.is_empty() && found.copies.is_empty() {
+        found.drop_promoted(state);
+        if !is_source || !found.replicas.is_empty() {
+            found.read_origins(&path, state)?;
+        }
+        let nothing = found.replicas.is_empty() && found.copies.is_empty() && found.elsewhere.is_empty();
+        if !is_source && nothing && found.origins.is_empty() {
             bail!(Failure::usage(format!(
                 "{what} is neither a known source nor a listed replica: \"dsync status\" lists them"
             )));
         }
-        found.drop_promoted(state);
         Ok(found)
+    }
+
+    /// Reads what the sources of this host know of the replica at `path`: how old it is, it does not know itself.
+    fn read_origins(&mut self, path: &Path, state: &StateDir) -> Result<()> {
+        let is_it = |name: &str| Path::new(name) == path;
+        for (place, about) in state.survey()?.sources {
+            // One that cannot be read is a problem of its own.
+            let Ok((mut source, _)) = SourceStatus::read(&place, about) else { continue };
+            source.replicas.retain(|replica| is_it(&replica.replica));
+            source.first_copies.retain(|tally| is_it(&tally.replica));
+            if !source.replicas.is_empty() || !source.first_copies.is_empty() {
+                self.origins.push(source);
+            }
+        }
+        Ok(())
     }
 
     /// Reads the disks of a machine, and what jobs are to copy of it.
@@ -162,7 +183,7 @@ pub(crate) fn check(args: &args::StatusArgs, state: &StateDir, output: &Output) 
     let found = Inventory::read(args.path.as_deref(), state)?;
     let mut problems = problems(&found, args)?;
     let is_empty = found.sources.is_empty() && found.replicas.is_empty() && found.elsewhere.is_empty();
-    let nothing = is_empty && problems.is_empty();
+    let nothing = is_empty && found.origins.is_empty() && problems.is_empty();
     // What is tracked in the kernel is not for a directory to judge that is not there.
     if nothing && (!state.path().is_dir() || trackers::list()?.is_empty()) {
         problems.push(Problem::of("nothing-known", nothing_known(state)));
@@ -196,24 +217,13 @@ pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec
                 ..Problem::of("resized", message)
             }),
         );
-        for replica in &source.replicas {
-            let follows = found.follow.get(Path::new(&replica.replica)).copied();
-            let worst = of_replica(source, replica, args.max_age, follows.filter(|id| *id != source.uuid));
-            // These two say it themselves.
-            let says = worst.as_ref().is_some_and(|worst| ["taken-over", "stale"].contains(&worst.problem));
-            problems.extend(worst.or_else(|| of_older(source, replica, &found.replicas)));
-            problems.extend(of_failing(source, replica).filter(|_| !says));
-        }
-        // One on this host is judged by its own state.
-        let elsewhere = |name: &str| found.replicas.iter().all(|local| local.path != Path::new(name));
-        let stopped = |tally: &&Tally| !is_under_way(tally) && elsewhere(&tally.replica);
-        let begun = source.first_copies.iter().filter(stopped);
-        problems.extend(begun.map(|tally| of_first_copy(source, tally)));
+        problems.extend(of_replicas(source, found, args.max_age));
     }
+    problems.extend(found.origins.iter().flat_map(|source| of_replicas(source, found, args.max_age)));
     if args.path.is_none() {
         problems.extend(of_trackers(&found.sources)?);
     }
-    let first_copies = || found.sources.iter().flat_map(|source| &source.first_copies);
+    let first_copies = || found.sources.iter().chain(&found.origins).flat_map(|source| &source.first_copies);
     let is_copied = |known: &&KnownReplica| {
         first_copies().any(|tally| known.path == Path::new(&tally.replica) && is_under_way(tally))
     };
@@ -231,6 +241,25 @@ pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec
     let is_new = |mirror: &Problem| problems.iter().all(|other| other.replica != mirror.replica);
     problems.extend(mirrors.filter(is_new).collect::<Vec<_>>());
     Ok(problems)
+}
+
+/// What is wrong with the replicas of a source, as that knows them.
+fn of_replicas(source: &SourceStatus, found: &Inventory, max_age: Option<Duration>) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for replica in &source.replicas {
+        let follows = found.follow.get(Path::new(&replica.replica)).copied();
+        let worst = of_replica(source, replica, max_age, follows.filter(|id| *id != source.uuid));
+        // These two say it themselves.
+        let says = worst.as_ref().is_some_and(|worst| ["taken-over", "stale"].contains(&worst.problem));
+        problems.extend(worst.or_else(|| of_older(source, replica, &found.replicas)));
+        problems.extend(of_failing(source, replica).filter(|_| !says));
+    }
+    // One on this host is judged by its own state.
+    let elsewhere = |name: &str| found.replicas.iter().all(|local| local.path != Path::new(name));
+    let stopped = |tally: &&Tally| !is_under_way(tally) && elsewhere(&tally.replica);
+    let begun = source.first_copies.iter().filter(stopped);
+    problems.extend(begun.map(|tally| of_first_copy(source, tally)));
+    problems
 }
 
 /// Why there is nothing to judge: most likely it was looked for in the wrong place.
