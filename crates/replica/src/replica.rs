@@ -638,9 +638,12 @@ impl Replica {
 
 impl Drop for Replica {
     fn drop(&mut self) {
-        // A folder that was made only for the lock goes again.
+        // A folder that was made only for the lock goes again. That of what was to be adopted is a replica's.
         if let Some(lock) = self.locks.folder.take() {
             if !self.kept {
+                if self.known.adopts.is_none() {
+                    self.drop_origin();
+                }
                 lock.remove();
             }
         }

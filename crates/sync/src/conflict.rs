@@ -87,6 +87,21 @@ pub enum Conflict {
         /// The size of the source in bytes.
         size: u64,
     },
+    /// The destination is a device that cannot hold the source.
+    #[error(
+        "{name} has {}, and its source {} has {}: give a device at least that large", device::exact_size(*has), path.display(),
+        device::exact_size(*size)
+    )]
+    Smaller {
+        /// The device, as the user named it.
+        name: String,
+        /// Its size in bytes.
+        has: u64,
+        /// The source.
+        path: PathBuf,
+        /// The size of the source in bytes.
+        size: u64,
+    },
     /// What is to be adopted is not a copy of the source.
     #[error(
         "{} of the {} of data that were compared in {} differ from source {}: it may be the wrong destination. Nothing was changed. If what it holds can be \

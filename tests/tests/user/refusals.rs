@@ -631,6 +631,36 @@ fn without_descriptors_or_threads_a_sync_says_so() {
     }
 }
 
+/// There is nothing to mend and nothing to forget after it, on either host.
+#[test]
+fn a_device_that_is_too_small_is_refused_without_a_trace() {
+    let what = "a device that is too small";
+    if !need(&["losetup"], what) || !need_root(what) {
+        return;
+    }
+    let (site, far) = (Site::new(), Far::new(RSH));
+    let (disk, small) = (site.image("vm.raw", 8 * MIB), site.image("small.raw", 4 * MIB));
+    let Some(small) = Loop::new(&small) else { return skipped(what, "there are no loop devices here") };
+    let words = ["4.00 MiB", "8.00 MiB", "give a device at least that large"];
+    let traces = |site: &Site| {
+        let entries = |name: &str| std::fs::read_dir(site.state().join(name)).into_iter().flatten().flatten();
+        let folders =
+            ["replicas", "sources"].map(|name| entries(name).filter(|at| at.path().is_dir()).count());
+        assert_eq!(folders, [0, 0]);
+        let check = site.dsync(["status", "--check"]).output().text();
+        assert!(check.contains("nothing is watched") || check == "OK\n", "{check}");
+    };
+    for options in [&["-n"][..], &[], &["--adopt=overwrite"]] {
+        site.sync(&disk, small.device(), options).code(4).says(&words);
+        traces(&site);
+        let destination = format!("far:{}", small.device().display());
+        let sync = site.dsync(["sync"]).arg(&disk).arg(destination).args(["--rsh", RSH]).args(options);
+        sync.env("RSH_STATE", far.site.state()).env("RSH_LOG", far.site.path("log")).code(4).says(&words);
+        traces(&site);
+        traces(&far.site);
+    }
+}
+
 #[test]
 fn a_refused_sync_leaves_no_epoch_behind() {
     let mut scene = Scene::synced_in_memory("no epoch", 8 * MIB);

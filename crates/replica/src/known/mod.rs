@@ -222,8 +222,8 @@ impl KnownReplicas {
             listed.map(|entry| KnownReplica::at(&entry.folder, Some(entry.path))).collect();
         for folder in files(&self.devices)? {
             let replica = KnownReplica::at(&folder, None);
-            // Without a lineage it belongs to nothing.
-            if replica.condition != Condition::Missing || replica.lineage.is_some() {
+            // Without a lineage it belongs to nothing: the first copy was refused, or ended before it wrote anything.
+            if matches!(replica.condition, Condition::Unreadable(_)) || replica.lineage.is_some() {
                 all.push(replica);
             }
         }

@@ -46,4 +46,9 @@ impl Replica {
             let _ = serde_json::to_vec(&origin).map(|bytes| device::replace(folder, NAME, &bytes));
         }
     }
+
+    /// Removes that note: nothing came of the first copy.
+    pub(crate) fn drop_origin(&self) {
+        let _ = self.state().remove(NAME);
+    }
 }

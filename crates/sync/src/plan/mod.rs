@@ -116,9 +116,7 @@ pub(crate) fn choose(
     status: &StatusReply,
     options: &SyncOptions,
 ) -> Result<Choice, Conflict> {
-    if facts.live.is_some() {
-        allow_live(facts, options)?;
-    }
+    allow_live(facts, options)?;
     refuse_diverged(facts, status, options)?;
     let replica = &status.replica;
     let nothing = replica.positions.is_empty();
@@ -138,6 +136,7 @@ pub(crate) fn choose(
             path: facts.path.to_path_buf(),
         });
     }
+    refuse_smaller(facts, status)?;
     if nothing && replica.source.is_none() && !options.adopt {
         return match options.method {
             Some(Method::Tracked) => Err(Conflict::NoReplica(status.path.clone())),
@@ -377,8 +376,18 @@ pub(crate) fn refuse_larger(
     Err(Conflict::Larger { replica, has: size + beyond, path, size })
 }
 
+/// Refuses a device that cannot hold the source, before anything of a first copy is written down.
+fn refuse_smaller(facts: &SourceFacts<'_>, status: &StatusReply) -> Result<(), Conflict> {
+    let (name, path, size) = (facts.name.to_owned(), facts.path.to_path_buf(), facts.size);
+    match status.replica.capacity.filter(|has| *has < size) {
+        Some(has) => Err(Conflict::Smaller { name, has, path, size }),
+        None => Ok(()),
+    }
+}
+
 /// Refuses what cannot be done with a disk in use.
 fn allow_live(facts: &SourceFacts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
+    let Some(live) = facts.live else { return Ok(()) };
     let path = facts.path.to_path_buf();
     if options.at_view {
         return Err(Conflict::NoView(path));
@@ -389,7 +398,7 @@ fn allow_live(facts: &SourceFacts<'_>, options: &SyncOptions) -> Result<(), Conf
     if options.method == Some(Method::Rolling) {
         return Err(Conflict::LiveRolling(path));
     }
-    if facts.live.is_some_and(|disk| disk.resized) {
+    if live.resized {
         return Err(Conflict::Unfollowed { path, why: Gap::Resized.to_string() });
     }
     Ok(())
@@ -600,6 +609,7 @@ mod tests {
             replica.source = Some(OTHER);
         }
         replica.gone = has("gone");
+        replica.capacity = has("device").then_some(0);
         if has("unsure") {
             replica.unsure.extend(&[0..1, size - 1..size].into_iter().collect());
         }
@@ -928,6 +938,7 @@ mod tests {
     #[test]
     fn every_refusal_names_the_thing_and_the_way_out() {
         for (situation, names) in [
+            ("none device", ["far:/replica has 0 B", "source /source has 1 B"]),
             ("none; --tracked", ["/replica", "without --method tracked"]),
             ("none; remembered", ["far:/replica", "--create"]),
             ("none; remembered", ["\"dsync forget /source far:/replica\"", "--create"]),

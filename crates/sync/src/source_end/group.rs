@@ -268,15 +268,6 @@ impl<'a> GroupSession<'a> {
         let mut choices = Vec::new();
         for (at, (handle, status, name)) in self.each().enumerate() {
             choices.push(pick(handle, status, name, self.options_of(at, true))?);
-            let size = handle.reader()?.len();
-            if let Some(capacity) = status.replica.capacity.filter(|capacity| *capacity < size) {
-                return Err(SyncError::Refused(format!(
-                    "{name} has {}, and its source {} has {}: give a device at least that large",
-                    device::exact_size(capacity),
-                    handle.about().path.display(),
-                    device::exact_size(size)
-                )));
-            }
         }
         Ok(choices)
     }
