@@ -118,11 +118,15 @@ fn a_replica_whose_file_is_gone_is_begun_anew_or_forgotten() {
     let forgotten = |told: &dsync_tests::Output| {
         scene.site.dsync(quoted(&told.stderr, "dsync forget")).ok();
     };
-    std::fs::remove_file(&scene.replica).expect("a replica");
+    let aside = scene.site.path("aside.raw");
+    std::fs::rename(&scene.replica, &aside).expect("another name");
     // Its source knows it, and says both ways out.
     let missing = scene.sync(&[]).code(4);
     missing.says(&["is missing", "dsync sync --create"]);
+    // One that is there stays a replica of that source.
+    std::fs::rename(&aside, &scene.replica).expect("its name");
     forgotten(&missing);
+    std::fs::remove_file(&scene.replica).expect("a replica");
     let gone = ["the file of replica", "is gone", "--create"];
     for options in [&[][..], &["-n"], &["--adopt"], &["-n", "--adopt"]] {
         scene.sync(options).code(4).says(&gone);

@@ -6,7 +6,7 @@ use std::path::Path;
 use dsync_tests::far::Far;
 use dsync_tests::image;
 use dsync_tests::mount::Loop;
-use dsync_tests::{Scene, Site, need_root, skipped};
+use dsync_tests::{Scene, Site, need_root, skipped, until};
 
 const MIB: u64 = 1 << 20;
 
@@ -195,4 +195,50 @@ fn a_replica_on_a_detached_device_is_forgotten_by_its_name() {
     scene.site.dsync(["forget", &name]).output().says(&["neither"]);
     // What its source has of it is another thing.
     scene.site.dsync(["forget", "vm", &name]).ok();
+}
+
+/// What a source on the same host is told to forget is whole: nothing is left beside the place, and no alarm.
+#[test]
+fn a_first_copy_that_was_killed_is_given_up_by_one_command() {
+    let what = "a first copy that is given up";
+    let mut scene = Scene::new(what, 32 * MIB);
+    let give_up = |scene: &Scene| {
+        let check = || scene.site.dsync(["status", "--check"]).output().text();
+        let copy = scene.sync(&["--bwlimit", "200K"]).start();
+        until("the copy is written down", || {
+            let told = scene.site.dsync(["status"]).arg(&scene.replica).output().text();
+            told.contains("last recorded at no epoch")
+        });
+        copy.killed();
+        let told = check();
+        assert!(told.contains(&format!("replica {} is incomplete", scene.replica.display())), "{told}");
+        scene.site.dsync(["forget", "-n", "vm"]).arg(&scene.replica).ok();
+        assert_eq!(check(), told, "a dry run forgot it");
+        scene.site.dsync(["forget", "vm"]).arg(&scene.replica).ok();
+        assert_eq!(check(), "OK\n");
+    };
+    give_up(&scene);
+    let folder = scene.replica.parent().expect("a folder");
+    assert_eq!(std::fs::read_dir(folder).expect("a folder").count(), 0);
+    // One that is gone.
+    scene.sync(&[]).ok();
+    std::fs::remove_file(&scene.replica).expect("a replica");
+    scene.site.dsync(["status", "--check"]).code(1);
+    scene.site.dsync(["forget", "vm"]).arg(&scene.replica).ok();
+    assert_eq!(scene.site.dsync(["status", "--check"]).output().text(), "OK\n");
+    scene.sync(&[]).ok();
+    // A complete one stays a replica.
+    scene.site.dsync(["forget", "vm"]).arg(&scene.replica).ok();
+    scene.sync(&[]).ok();
+    // On a device, by the name of that.
+    if !need_root(what) {
+        return;
+    }
+    scene.site.dsync(["forget"]).arg(&scene.replica).ok();
+    scene.site.dsync(["forget", "vm"]).arg(&scene.replica).ok();
+    let image = scene.site.image("device.img", 32 * MIB);
+    std::fs::write(&image, vec![0; 32 * MIB as usize]).expect("a blank disk");
+    let Some(device) = Loop::new(&image) else { return skipped(what, "there is no loop device") };
+    scene.replica = device.device().to_path_buf();
+    give_up(&scene);
 }

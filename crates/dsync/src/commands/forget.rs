@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use replica::{KnownReplicas, Replica, ReplicaError};
+use replica::{Condition, KnownReplica, KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
 use source::{Bookmarks, SourceError, SourceMetadata, StateDir, Tally, Work};
 
@@ -48,11 +48,11 @@ pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Res
         Some((place, about)) if args.journal_dir.is_none() && !args.replica => {
             if is_replica(&args.what, state) {
                 refuse_both(&args.what, &about)?;
-                replica(args, state, output)?;
+                replica(&args.what, None, args.dry_run, state, output)?;
             }
             source(&place, &about, args.dry_run, state, output)
         }
-        _ => replica(args, state, output),
+        _ => replica(&args.what, args.journal_dir.as_deref(), args.dry_run, state, output),
     }
 }
 
@@ -164,6 +164,9 @@ pub(crate) fn bookmark(
             work.what, work.process
         )));
     }
+    if is_remembered && !source::is_plain(name) {
+        remains(&about, name, dry_run, state, output)?;
+    }
     if !dry_run {
         source::forget_bookmark(&place, &about, name)?;
     } else if !is_remembered {
@@ -174,6 +177,9 @@ pub(crate) fn bookmark(
     }
     let cost = match source::is_plain(name) {
         true => "its reader must read everything the next time",
+        false if !is_known && Path::new(name).is_relative() && !device::is_export(Path::new(name)) => {
+            "its first copy was never completed; \"dsync forget\" of it where it is removes what has come of it"
+        }
         false if !is_known => "its first copy was never completed",
         false => "after the history is compacted, the next sync of that replica compares all of it",
     };
@@ -182,21 +188,54 @@ pub(crate) fn bookmark(
     Ok(())
 }
 
-fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()> {
-    let path: PathBuf = device::absolute(&args.what)?;
-    let options = sync::open_options(args.journal_dir.as_deref(), state);
-    let (known, listed) = (sync::known_replicas(state), local::path_of(&args.what)?);
+/// Forgets what a source had here and no disk of it is left: a first copy that did not end, or a replica that is gone.
+fn remains(
+    source: &SourceMetadata,
+    name: &str,
+    dry_run: bool,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
+    let known = sync::known_replicas(state);
+    let is_its = |replica: &KnownReplica| {
+        let lineage = replica.lineage.as_ref();
+        let follows = lineage.and_then(|it| it.source.or(Some(it.step.as_ref()?.toward.source)));
+        let never = |lineage: &replica::Lineage| lineage.epoch.is_none() && lineage.role.demoted.is_none();
+        replica.path == Path::new(name)
+            && follows.is_none_or(|follows| follows == source.uuid)
+            && match replica.condition {
+                Condition::Missing => true,
+                Condition::Incomplete => lineage.is_none_or(never),
+                _ => false,
+            }
+    };
+    if !known.all()?.iter().any(is_its) {
+        return Ok(());
+    }
+    let folder = known.folder_of(Path::new(name))?;
+    replica(name, folder.as_deref(), dry_run, state, output)
+}
+
+fn replica(
+    what: &str,
+    folder: Option<&Path>,
+    dry_run: bool,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
+    let path: PathBuf = device::absolute(what)?;
+    let options = sync::open_options(folder, state);
+    let (known, listed) = (sync::known_replicas(state), local::path_of(what)?);
     let lineage = replica::inspect(&path, &options).unwrap_or(None);
     if lineage.is_none() {
         if known.lists(&listed)? {
-            return missing(&known, &listed, args.dry_run, output);
+            return missing(&known, &listed, dry_run, output);
         }
         if let Some(folder) = known.away(&listed)? {
-            return away(&listed, &folder, &options, args.dry_run, output);
+            return away(&listed, &folder, &options, dry_run, output);
         }
         bail!(SourceError::Unknown(format!(
-            "{} is neither a known source nor a replica on this host: \"dsync status\" lists both",
-            args.what
+            "{what} is neither a known source nor a replica on this host: \"dsync status\" lists both"
         )));
     }
     let is_gone = !device::is_there(&path);
@@ -210,7 +249,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         // What would say whether a commit is to be completed is lost: it stays as it was before that.
         Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if device::is_there(&path) => {
             // What was to be committed is dropped by that.
-            if args.dry_run {
+            if dry_run {
                 return forgotten(&path, "remains as it is", 0, true, output);
             }
             open(true)?
@@ -225,19 +264,17 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     };
     let history = kept_of_gone.and_then(|kept| kept.map_or_else(|| replica.history(), Ok));
     let moments = history.map_or(0, |history| history.moments.len());
-    if !args.dry_run {
+    if !dry_run {
         replica.disown()?;
         known.remove(&listed)?;
     }
     if is_gone {
-        let cost = format!(
-            "its file is gone, and a \"dsync sync\" to it begins a new replica{}",
-            lost_past(moments)
-        );
-        Forgotten { kind: "replica", path: &path, bookmark: None, cost, dry_run: args.dry_run }.say(output);
+        let cost =
+            format!("it has no file, and a \"dsync sync\" to it begins a new replica{}", lost_past(moments));
+        Forgotten { kind: "replica", path: &path, bookmark: None, cost, dry_run }.say(output);
         return Ok(());
     }
-    forgotten(&path, &kept, moments, args.dry_run, output)
+    forgotten(&path, &kept, moments, dry_run, output)
 }
 
 /// Says that a replica is forgotten, and what becomes of its file and of the moments that are kept.

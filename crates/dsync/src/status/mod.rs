@@ -867,11 +867,10 @@ fn missing_replica(path: &Path, state: &StateDir) -> Result<Option<String>> {
             return Ok(Some(format!(
                 "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {2}. If its file system is not \
                  mounted or its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create {2} {name}\" \
-                 begins a new replica there, and \"dsync forget {2} {name}\"{3} forgets it",
+                 begins a new replica there, and \"dsync forget {2} {name}\" forgets it",
                 device::moment(bookmark.time),
                 bookmark.epoch.number,
-                about.path.display(),
-                if known.is_some() { format!(" with \"dsync forget {name}\"") } else { String::new() }
+                about.path.display()
             )));
         }
     }
