@@ -234,9 +234,9 @@ impl ReplicaError {
 
 /// What became of the destination when space or a disk failed.
 pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command completes the commit";
-/// What helps where a journal finds no room.
-const ELSEWHERE: &str = ". Of a disk that is in no group, --journal-dir puts the journal elsewhere. \"dsync sync --commit in-place\" needs none; but if the \
-                         replica is sparse, and its file system fills up, it is incomplete until a sync finds room to complete it";
+/// What helps where a journal finds no room. Where it is, the first copy has decided.
+pub(crate) const IN_PLACE: &str = ". \"dsync sync --commit in-place\" needs no journal; but if the replica is sparse, and its file system fills up, \
+                                   it is incomplete until a sync finds room to complete it";
 pub(crate) const INTERRUPTED: &str =
     "the replica is unchanged, or incomplete until the next sync completes it (\"dsync status\" says which)";
 
@@ -267,22 +267,6 @@ pub(crate) fn disk_error(
             ReplicaError::Full { place, missing: None, state, otherwise: "" }
         }
         false => ReplicaError::Io { what, path, error },
-    }
-}
-
-/// Names the journal in an error of it, and what helps where it finds no room.
-pub(crate) fn journal_error(
-    what: &'static str,
-    path: &Path,
-    state: &'static str,
-) -> impl FnOnce(io::Error) -> ReplicaError + use<> {
-    let failed = disk_error(what, path, state);
-    move |error| {
-        let mut error = failed(error);
-        if let ReplicaError::Full { otherwise, .. } = &mut error {
-            *otherwise = ELSEWHERE;
-        }
-        error
     }
 }
 

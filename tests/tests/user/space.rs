@@ -549,10 +549,30 @@ fn a_delta_that_never_fits_leaves_the_past() {
     let (random, mut client) = (Random::new(what).bytes(MIB as usize), scene.client());
     (0..24).for_each(|mib| client.write(mib * MIB, &random).expect("a write"));
     client.close().expect("the end");
-    scene.sync(&[]).code(1).says(&["no space left", "free about 2", "replica is unchanged"]);
+    let refused = scene.sync(&[]).code(1);
+    refused.says(&["no space left", "free about 2", "replica is unchanged"]);
+    // Neither helps a replica whose past is kept.
+    assert!(!["--journal-dir", "in-place"].iter().any(|way| refused.stderr.contains(way)), "{refused}");
     assert_eq!(moments(), kept);
     assert!(std::fs::read(&scene.replica).expect("a replica") == before);
     small.make_room();
     scene.sync(&[]).ok();
+    scene.equal();
+}
+
+/// What the message names besides room is a command that works.
+#[test]
+fn a_journal_that_does_not_fit_is_not_needed() {
+    let what = "a journal that does not fit";
+    let mut scene = Scene::new(what, 32 * MIB);
+    let Some(small) = Small::new(&mut scene, "ext4", 64 * MIB, what) else { return };
+    fill_holes(&mut scene, 0..32 * MIB);
+    scene.sync(&[]).ok();
+    fill_holes(&mut scene, 0..24 * MIB);
+    small.leave(4 * MIB);
+    let refused = scene.sync(&[]).code(1);
+    refused.says(&["no space left", "--commit in-place"]);
+    assert!(!refused.stderr.contains("--journal-dir"), "{refused}");
+    scene.sync(&["--commit", "in-place"]).ok();
     scene.equal();
 }

@@ -14,7 +14,7 @@ use uuid::Uuid;
 use crate::commit::apply::Applier;
 use crate::commit::holes::Holes;
 use crate::commit::undo_log::UndoLog;
-use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error, journal_error};
+use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error};
 use crate::journal::trail::Footprint;
 use crate::journal::unsure::{self, Passing, UnsureSet};
 use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, WHOLE};
@@ -72,7 +72,7 @@ impl BatchLog {
     }
 
     fn failed(&self, error: std::io::Error) -> ReplicaError {
-        journal_error("write the journal", &self.folder.path().join(ARRIVING), CONFIRMED)(error)
+        disk_error("write the journal", &self.folder.path().join(ARRIVING), CONFIRMED)(error)
     }
 }
 
@@ -176,7 +176,7 @@ impl Replica {
         self.reserve()?;
         let path = self.folder().join(ARRIVING);
         let mut file =
-            Growing::open(self.state(), 0).map_err(journal_error("write the journal", &path, CONFIRMED))?;
+            Growing::open(self.state(), 0).map_err(disk_error("write the journal", &path, CONFIRMED))?;
         let (keeps, folder) = (self.settings().is_some(), self.shared_state());
         let readers = folder.clone();
         file.relieve(Some(Box::new(move |_| views::give_way(&*readers).into())));
@@ -308,7 +308,7 @@ impl BatchCommitter<'_> {
         if let Err(e) = durable {
             // The kernel drops what it could not write, but shows it to the next process that opens the journal.
             let _ = self.file.set_len(self.end);
-            return Err(journal_error("sync the journal", &folder.path().join(WHOLE), state)(e));
+            return Err(disk_error("sync the journal", &folder.path().join(WHOLE), state)(e));
         }
         self.sealed = true;
         batch.contents.bytes = end - self.end;

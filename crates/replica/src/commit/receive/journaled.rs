@@ -13,7 +13,7 @@ use extents::Extents;
 use crate::commit::copies::Copies;
 use crate::commit::holes::Holes;
 use crate::commit::undo::Touched;
-use crate::error::{ReplicaError, Result, io_error, journal_error};
+use crate::error::{IN_PLACE, ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, JournalSegment, Target, kept};
 use crate::replica::{PreparedCommit, Replica};
 use crate::state::lineage::Toward;
@@ -66,8 +66,12 @@ impl Replica {
             }
             false => "the replica is unchanged, and what had arrived of the delta is dropped",
         };
-        let mut error = journal_error("write the journal", &self.folder().join(ARRIVING), state)(error);
-        if let ReplicaError::Full { missing, .. } = &mut error {
+        let mut error = disk_error("write the journal", &self.folder().join(ARRIVING), state)(error);
+        if let ReplicaError::Full { missing, otherwise, .. } = &mut error {
+            // A commit in place keeps nothing of the past, and a group is committed by its journals.
+            if !self.keeps_past() && self.lineage().group.is_none() {
+                *otherwise = IN_PLACE;
+            }
             *missing =
                 self.state().free().and_then(|free| self.expected().checked_sub(free)).filter(|m| *m > 0);
         }
