@@ -550,7 +550,7 @@ fn a_delta_that_never_fits_leaves_the_past() {
     (0..24).for_each(|mib| client.write(mib * MIB, &random).expect("a write"));
     client.close().expect("the end");
     let refused = scene.sync(&[]).code(1);
-    refused.says(&["no space left", "free about 2", "replica is unchanged"]);
+    refused.says(&["no space left", "free about 4", "replica is unchanged"]);
     // Neither helps a replica whose past is kept.
     assert!(!["--journal-dir", "in-place"].iter().any(|way| refused.stderr.contains(way)), "{refused}");
     assert_eq!(moments(), kept);
@@ -574,5 +574,27 @@ fn a_journal_that_does_not_fit_is_not_needed() {
     refused.says(&["no space left", "--commit in-place"]);
     assert!(!refused.stderr.contains("--journal-dir"), "{refused}");
     scene.sync(&["--commit", "in-place"]).ok();
+    scene.equal();
+}
+
+/// The figure is that of the journal and of what the merge adds: with so much more room the next sync succeeds.
+#[test]
+fn the_room_that_is_asked_for_suffices() {
+    let what = "the room that is asked for";
+    let mut scene = Scene::new(what, 32 * MIB);
+    let Some(small) = Small::new(&mut scene, "ext4", 128 * MIB, what) else { return };
+    // A quarter of what comes is in the replica's file already.
+    fill_holes(&mut scene, 0..5 * MIB);
+    scene.sync(&[]).ok();
+    fill_holes(&mut scene, 0..20 * MIB);
+    small.leave(8 * MIB);
+    let refused = scene.sync(&[]).code(1).stderr;
+    let figure = refused.split_once("free about ").and_then(|(_, rest)| rest.split_once(" MiB"));
+    let mib: f64 = figure.and_then(|(figure, _)| figure.parse().ok()).expect("a figure");
+    assert!((20.0..33.0).contains(&mib), "{refused}");
+    let fill = std::fs::File::options().write(true).open(&small.fill).expect("the filling");
+    let len = fill.metadata().expect("its size").len();
+    fill.set_len(len - (mib * MIB as f64) as u64).expect("room");
+    scene.sync(&[]).ok();
     scene.equal();
 }

@@ -66,6 +66,17 @@ impl Holes {
         self.found.iter().map(|range| range.end - range.start).sum()
     }
 
+    /// Bytes that the destination may grow by: all holes so far, and as many more as `rest` bytes of data can fill, up to `size`.
+    pub(crate) fn at_most(&self, rest: u64, size: u64) -> io::Result<u64> {
+        let (mut at, mut all) = (0, 0);
+        while let Some(data) = self.disk.allocated(at)? {
+            all += data.start - at;
+            at = data.end;
+        }
+        all += size.saturating_sub(at);
+        Ok(all.min(self.bytes().saturating_add(rest)))
+    }
+
     /// Looks at what records will write.
     pub(crate) fn records(&mut self, records: &[Record]) -> io::Result<()> {
         if self.scattered {
@@ -126,6 +137,11 @@ impl Target for Holes {
     fn frame(&mut self, frame: Frame) -> io::Result<()> {
         self.records(&frame.records)
     }
+}
+
+/// Bytes to free, in whole MiB, and with room for what the file system needs besides.
+pub(crate) fn rounded(bytes: u64) -> u64 {
+    (bytes + (1 << 20)).next_multiple_of(1 << 20)
 }
 
 /// Makes ranges holes again that were reserved a moment ago.
@@ -200,11 +216,7 @@ impl Replica {
         }
         let needed = reserved.map_err(disk_error("reserve room in", self.path(), state))?.unwrap_or(0);
         let place = format!("for what the delta adds to {}", self.path().display());
-        // Rounded up, and with room for what the file system needs besides.
-        let missing = self
-            .destination()
-            .free()
-            .map(|free| (needed.saturating_sub(free) + (1 << 20)).next_multiple_of(1 << 20));
+        let missing = self.destination().free().map(|free| rounded(needed.saturating_sub(free)));
         Err(ReplicaError::Full { place, missing, state, otherwise: "" })
     }
 }

@@ -11,7 +11,7 @@ use super::{Sink, Stop};
 use extents::Extents;
 
 use crate::commit::copies::Copies;
-use crate::commit::holes::Holes;
+use crate::commit::holes::{Holes, rounded};
 use crate::commit::undo::Touched;
 use crate::error::{IN_PLACE, ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, Growing, HeldFrames, JournalSegment, Target, kept};
@@ -56,8 +56,8 @@ struct Resolved {
 impl Replica {
     /// Removes a journal that cannot be written. If space is short, others need it too; and after a failed sync the kernel drops
     /// what it could not write, so that a later sync succeeds over a journal that is not there. `gave`: moments were dropped to
-    /// make room for it.
-    pub(super) fn journal_failed(&mut self, gave: bool, error: io::Error) -> ReplicaError {
+    /// make room for it. `grows`: bytes that the merge needs in the destination besides.
+    pub(super) fn journal_failed(&mut self, gave: bool, grows: u64, error: io::Error) -> ReplicaError {
         self.give_up_journal();
         let state = match gave {
             true => {
@@ -72,8 +72,12 @@ impl Replica {
             if !self.keeps_past() && self.lineage().group.is_none() {
                 *otherwise = IN_PLACE;
             }
-            *missing =
-                self.state().free().and_then(|free| self.expected().checked_sub(free)).filter(|m| *m > 0);
+            // A journal in a folder of its own is on a file system of its own, as a rule.
+            let grows = if self.options().folder.is_none() { grows } else { 0 };
+            let needed = Some(self.expected()).filter(|bytes| *bytes > 0);
+            let needed = needed.map(|bytes| bytes.saturating_add(grows));
+            let lacks = self.state().free().and_then(|free| needed?.checked_sub(free));
+            *missing = lacks.map(rounded);
         }
         error
     }
@@ -100,7 +104,7 @@ impl Replica {
             io::Write::write_all(&mut file, raw)?;
             Ok(file)
         });
-        let mut file = begun.map_err(|e| self.journal_failed(false, e))?;
+        let mut file = begun.map_err(|e| self.journal_failed(false, 0, e))?;
         let gave = Arc::<AtomicBool>::default();
         file.relieve(self.relief(gave.clone()));
         let holes = match before.bytes {
@@ -228,6 +232,13 @@ impl ToJournal {
         self.gave.load(SeqCst)
     }
 
+    /// Bytes of holes that a delta of `expected` bytes, towards a disk of `size`, fills at most.
+    pub(super) fn grows(&self, expected: u64, size: u64) -> u64 {
+        let rest = expected.saturating_sub(self.written());
+        // The journal's error is told, and not that of this.
+        self.holes.as_ref().map_or(0, |holes| holes.at_most(rest, size).unwrap_or(rest))
+    }
+
     /// Bytes of the journal that are this delta's.
     pub(super) fn written(&self) -> u64 {
         self.file.len() - self.before.bytes
@@ -265,7 +276,7 @@ impl ToJournal {
             return Err(e);
         }
         if let Err(e) = close(self.file, replica.state()) {
-            return Err(replica.journal_failed(self.gave.load(SeqCst), e));
+            return Err(replica.journal_failed(self.gave.load(SeqCst), 0, e));
         }
         if self.gave.load(SeqCst) {
             replica.warn_of_room();
@@ -277,7 +288,8 @@ impl ToJournal {
     pub(super) fn keep(mut self, replica: &mut Replica, decoder: &Decoder) -> Result<()> {
         let contents = self.contents(decoder, decoder.is_complete());
         if let Err(e) = self.file.keep() {
-            return Err(replica.journal_failed(self.gave_way(), e));
+            let grows = self.grows(replica.expected(), decoder.header().map_or(0, |h| h.size_after));
+            return Err(replica.journal_failed(self.gave_way(), grows, e));
         }
         if self.is_counted() {
             let holes = self.holes.as_ref().map_or(0, Holes::bytes);
@@ -285,7 +297,7 @@ impl ToJournal {
                 replica.counted(self.bytes.saturating_add(holes));
             }
             if !self.file.may_fit(holes) {
-                return Err(replica.journal_failed(false, io::ErrorKind::StorageFull.into()));
+                return Err(replica.journal_failed(false, 0, io::ErrorKind::StorageFull.into()));
             }
             replica.give_up_journal();
             return Ok(());

@@ -328,11 +328,13 @@ impl DeltaReceiver<'_> {
                 return Err(disk_error(what, &path, INTERRUPTED)(e));
             }
             Err(Stop::Journal(e)) => {
-                let gave = match std::mem::replace(&mut self.sink, Sink::Closed) {
-                    Sink::Journal(journal) => journal.gave_way(),
-                    _ => false,
+                let (gave, grows) = match std::mem::replace(&mut self.sink, Sink::Closed) {
+                    Sink::Journal(journal) => {
+                        (journal.gave_way(), journal.grows(self.replica.expected(), self.toward.size))
+                    }
+                    _ => (false, 0),
                 };
-                return Err(self.replica.journal_failed(gave, e));
+                return Err(self.replica.journal_failed(gave, grows, e));
             }
         }
         if let Sink::Direct(direct) = &mut self.sink {
