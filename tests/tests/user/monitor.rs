@@ -472,6 +472,14 @@ fn a_job_is_judged_by_the_state_directory_that_is_its_own() {
     assert_eq!(problems(&site, &[]), none());
     site.dsync(["promote", &copy]).ok();
     assert_eq!(problems(&site, &[]), none());
+    // Back in its role, it does not know what it was copied to before.
+    site.dsync(["demote", &copy]).arg(&image).ok();
+    site.dsync(["promote"]).arg(&image).ok();
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    let told = site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains("no sync has come since that took over") && !told.contains("never"), "{told}");
+    site.dsync(["run", "vm-copy"]).ok();
+    assert_eq!(problems(&site, &[]), none());
     // A job that cannot be run makes nothing.
     job(&site, "wrong", &[("command", "sync"), ("sauce", "vm")]);
     assert_eq!(problems(&site, &[]), ["unreadable"]);

@@ -37,6 +37,8 @@ pub(crate) struct JobCopy {
     pub fetch: Option<Fetch>,
     /// Of a mirror: how far it may fall behind.
     pub rpo: Option<Duration>,
+    /// The source was a replica before: what was copied from it in an earlier term, it does not know.
+    pub took_over: bool,
     /// The folder of the source.
     place: Option<PathBuf>,
 }
@@ -203,6 +205,7 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
         begun: false,
         fetch: None,
         rpo: aim.rpo,
+        took_over: false,
         place: None,
     };
     if aim.is_group {
@@ -257,7 +260,8 @@ fn of_source(copy: JobCopy, named: &str, known: &Known<'_>, state: &StateDir) ->
         known.sources.iter().find(|source| source.uuid == about.uuid && source.path == about.path)?;
     let made = source.replicas.iter().any(|replica| replica.replica == copy.replica);
     let begun = source.first_copies.iter().any(|tally| tally.replica == copy.replica);
-    Some(JobCopy { source: about.path.display().to_string(), made, begun, place: Some(place), ..copy })
+    let (path, took_over) = (about.path.display().to_string(), source.term > 1);
+    Some(JobCopy { source: path, made, begun, took_over, place: Some(place), ..copy })
 }
 
 /// Keeps why the job that this process runs has failed, of copies that never began: there is nothing else that would show it.

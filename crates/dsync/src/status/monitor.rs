@@ -460,18 +460,20 @@ fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
     Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem }
 }
 
-/// A copy that a job is to make, and that never began.
+/// A copy that a job is to make, and that never began since its source is one.
 fn of_copy(copy: &JobCopy) -> Problem {
-    let JobCopy { job, command, source, replica, .. } = copy;
-    let (what, failed) = match copy.fetch.as_ref().and_then(|fetch| fetch.failed.as_ref()) {
+    let JobCopy { job, command, source, replica, took_over, .. } = copy;
+    let (never, what, failed) = match copy.fetch.as_ref().and_then(|fetch| fetch.failed.as_ref()) {
         Some(failed) => (
+            "never made",
             "none was ever complete",
             format!("; the last attempt failed on {}: {}", device::moment(failed.time), failed.message),
         ),
-        None => ("no copy has begun", String::new()),
+        None if *took_over => ("not synced", "no sync has come since that took over", String::new()),
+        None => ("never made", "no copy has begun", String::new()),
     };
     let message = format!(
-        "replica was never made: job {job} is to {command} {source} to {replica}, and {what}: \"dsync run {job}\", or \
+        "replica was {never}: job {job} is to {command} {source} to {replica}, and {what}: \"dsync run {job}\", or \
          \"systemctl status dsync-{command}@{job}\", says why; remove the job if it is not wanted{failed}"
     );
     let problem = Problem::of("never-copied", message);
