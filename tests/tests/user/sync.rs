@@ -26,6 +26,20 @@ fn the_first_sync_seeds_and_holes_stay_holes() {
     assert!(!scene.site.path("replica/vm.raw.partial").exists());
 }
 
+/// Most likely it is the wrong one, or was just made.
+#[test]
+fn a_source_without_a_byte_is_copied_with_a_warning() {
+    let site = Site::new();
+    let (disk, copy) = (site.image("vm.raw", 0), site.path("copy.raw"));
+    for options in [&["-n"][..], &[], &[]] {
+        let told = site.sync(&disk, &copy, options).ok().summary();
+        assert!(told["warnings"].to_string().contains("the source is empty"), "{told}");
+    }
+    std::fs::File::options().write(true).open(&disk).and_then(|file| file.set_len(MIB)).expect("a size");
+    let told = site.sync(&disk, &copy, &[]).ok().summary();
+    assert_eq!(told["warnings"], serde_json::json!([]), "{told}");
+}
+
 /// The journal of a small delta is there for a crash: what it holds goes to the destination from memory.
 #[test]
 fn the_journal_of_a_small_delta_is_not_read_back() {

@@ -68,8 +68,10 @@ impl Account {
         verified.differs().then_some((verified.bytes_differing, verified.time))
     }
 
-    /// Says in the summary of a sync what a verification found, if that was not repaired.
-    pub(crate) fn say_unrepaired(&self, summary: &mut Summary) {
+    /// Says in the summary of a sync that the source is empty, and what a verification found that was not repaired.
+    pub(crate) fn say_doubts(&self, summary: &mut Summary) {
+        let is_empty = summary.disk_size == 0;
+        summary.warnings.extend(is_empty.then(|| "the source is empty: it has 0 bytes".to_owned()));
         summary.unrepaired = self.unrepaired();
         summary.warnings.extend(summary.unrepaired.map(|(bytes, time)| {
             format!(

@@ -154,7 +154,7 @@ impl<'a> GroupSession<'a> {
             Ok((_, members)) => {
                 for (account, member) in self.accounts.iter().zip(members) {
                     account.synced(&Ok(member.clone()));
-                    account.say_unrepaired(member);
+                    account.say_doubts(member);
                 }
             }
             // What it is about is not known of each.

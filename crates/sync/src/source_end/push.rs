@@ -63,7 +63,7 @@ pub(crate) fn push_over(
     })();
     account.synced(&pushed);
     pushed.map(|mut summary| {
-        account.say_unrepaired(&mut summary);
+        account.say_doubts(&mut summary);
         summary
     })
 }
