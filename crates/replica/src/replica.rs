@@ -638,10 +638,13 @@ impl Replica {
 
 impl Drop for Replica {
     fn drop(&mut self) {
-        // A folder that was made only for the lock goes again. That of what was to be adopted is a replica's.
+        // A folder that was made only for the lock goes again.
         if let Some(lock) = self.locks.folder.take() {
             if !self.kept {
-                if self.known.adopts.is_none() {
+                // That of a device is among those of the state directory, where it would count as a replica.
+                if self.destination.is_device()
+                    && self.state().open(crate::state::lineage::NAME, false).is_err()
+                {
                     self.drop_origin();
                 }
                 lock.remove();

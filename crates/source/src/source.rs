@@ -611,7 +611,7 @@ impl Source {
             epoch: last,
             // A server continues with the smaller disk at once.
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
-            written: counted,
+            written: counted.filter(|_| options.read_only),
             proven: !spared,
             marked: None,
             durable: ended.map(|closed| closed.durable).unwrap_or_default(),

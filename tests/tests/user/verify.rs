@@ -334,6 +334,22 @@ fn damage_that_a_comparison_has_mended_is_known_in_earlier_moments() {
     assert!(is_known());
 }
 
+/// A repair mends nothing of what the moments hold that another mending has left to them.
+#[test]
+fn a_repair_hides_no_damage_of_earlier_moments() {
+    let mut random = Random::new("two damages");
+    let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
+    near.sync(&far, &["--keep-last", "10"]).ok();
+    near.write([9], &mut random);
+    near.sync(&far, &[]).ok();
+    damage(&far, 110 * BLOCK..111 * BLOCK, 1, &mut random);
+    near.sync(&far, &["--method", "compare"]).ok();
+    damage(&far, 200 * BLOCK..201 * BLOCK, 1, &mut random);
+    near.towards(&far, &["verify", "--repair"]).ok();
+    far.run(&["rewind", "--to", "1"]).ok().says(&["8.00 KiB", "it may hold what was damaged"]);
+    assert!(far.run(&["status", "-v"]).ok().text().contains("when it was verified on"));
+}
+
 /// A repair does not compare what has changed since, and the next commit keeps that for the moment before.
 #[test]
 fn what_a_repair_passed_over_is_known_in_earlier_moments() {

@@ -102,7 +102,15 @@ impl Replica {
             (0, before) => {
                 let mended = Some(self.status().epoch.map_or(0, |epoch| epoch.number));
                 let whole = Some(self.status().nonce).filter(|_| !but_changed);
-                self.store_verdict(Verdict { mended, whole, ..before.unwrap_or_else(|| now(repaired)) })
+                // What was mended before is in those moments still.
+                let earlier = || Verdict::load(self.state());
+                let both = |old: Verdict| Verdict {
+                    bytes_differing: old.bytes_differing.saturating_add(repaired),
+                    repaired: old.repaired && !but_changed,
+                    ..now(repaired)
+                };
+                let found = before.or_else(|| earlier().map(both)).unwrap_or_else(|| now(repaired));
+                self.store_verdict(Verdict { mended, whole, ..found })
             }
             _ => self.store_verdict(Verdict { repaired: false, ..now(bytes_differing) }),
         }

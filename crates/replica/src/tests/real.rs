@@ -72,17 +72,6 @@ fn a_file_is_seeded_and_kept_up_to_date() {
 }
 
 #[test]
-fn a_first_copy_of_which_nothing_comes_leaves_nothing() {
-    let _alone = alone();
-    let temp = testing::temporary();
-    let path = temp.path().join("vm.raw");
-    let replica = open(&path).unwrap();
-    replica.note_origin(uuid::Uuid::from_u128(1), "here:/vm.raw");
-    drop(replica);
-    assert_eq!(names(temp.path()), Vec::<String>::new());
-}
-
-#[test]
 fn holes_stay_holes_and_odd_sizes_fit() {
     let _alone = alone();
     let temp = on_disk();

@@ -84,8 +84,8 @@ pub(crate) struct ImageStamp {
     /// allowed to read the smaller one, and failed, has not agreed to it for others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub larger: Option<u64>,
-    /// Of a block device the kernel's count of writes, when the record was closed or, while a source is open, when that was opened. `None`
-    /// where there is none.
+    /// Of a block device the kernel's count of writes when the record was closed or, while it is open to be read, when that was opened. `None`
+    /// where there is none, and while it is served: then own writes are counted as well.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub written: Option<WriteCounts>,
     /// The record was believed, or an epoch has ended since: what the count shows it to have, it has.
@@ -409,16 +409,11 @@ impl ImageStamp {
             let power_lost = !self.clean && life != Life::This;
             let counts = self.written.zip(last.written).filter(|_| life == Life::This);
             let has_moved = counts.map(|(then, now)| then.has_moved(&now));
-            // While a source is open its own writes are counted as well.
-            if has_moved == Some(true) && self.clean {
+            if has_moved == Some(true) {
                 return StampVerdict::Lost(UNSERVED.into());
             }
             let is_trusted = match trust {
                 DeviceTrust::Never => false,
-                // Where the kernel counts nothing, nothing more is known than when it was closed.
-                DeviceTrust::Counted if self.written.is_none() && last.written.is_none() => {
-                    self.proven && self.clean && life == Life::This
-                }
                 DeviceTrust::Counted => self.proven && has_moved == Some(false),
                 DeviceTrust::Said => true,
             };
@@ -532,11 +527,13 @@ mod tests {
             assert!(!of(&stamp, here, LastWrite { written: count(8), ..last }, DeviceTrust::Counted));
             assert!(!of(&ImageStamp { proven: false, ..stamp }, here, last, DeviceTrust::Counted));
         }
-        let uncounted = LastWrite { written: None, ..last };
+        // Nobody's word holds against the count.
         for clean in [true, false] {
-            let stamp = ImageStamp { clean, written: None, ..known.clone() };
-            assert_eq!(of(&stamp, here, uncounted, DeviceTrust::Counted), clean);
+            let stamp = ImageStamp { clean, ..known.clone() };
+            assert!(!of(&stamp, here, LastWrite { written: count(8), ..last }, DeviceTrust::Said));
         }
+        let uncounted = LastWrite { written: None, ..last };
+        assert!(!of(&ImageStamp { written: None, ..known }, here, uncounted, DeviceTrust::Counted));
     }
 
     #[test]

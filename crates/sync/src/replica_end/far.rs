@@ -52,7 +52,8 @@ pub(crate) fn open_member(
     }
     if open.adopt {
         refuse_adoption(path, &options, state)?;
-    } else if !open.create {
+    }
+    if !open.create {
         refuse_missing_source(path, &options, state)?;
     }
     Ok(Opened::Replica(Box::new(open_replica(path, &options, state)?)))
@@ -522,7 +523,7 @@ impl ReplicaEnd<'_> {
         Ok(match taken {
             Taken::Committed(mut committed) => {
                 replica.note_committed(covers);
-                note_damage(replica, &status, committed.epoch, replaced);
+                note_damage(replica, (&status, committed.epoch), (covers, replaced));
                 committed.warnings = replica.take_warnings();
                 committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
                 Taken::Committed(committed)
@@ -640,9 +641,17 @@ impl ReplicaEnd<'_> {
     }
 }
 
-/// Notes what a comparison has replaced in a replica that was at that epoch already: damage, or a change that was missed.
-fn note_damage(replica: &Replica, was: &replica::Status, epoch: delta::Epoch, replaced: u64) {
-    let whole = was.state == State::Exact && was.unsure.is_empty() && was.changed.is_none();
+/// Notes what a comparison of all has replaced in a replica that was at that epoch already: damage, or a change that was missed. Of a
+/// repair its source says what it was.
+fn note_damage(
+    replica: &Replica,
+    (was, epoch): (&replica::Status, delta::Epoch),
+    (covers, replaced): (Coverage, u64),
+) {
+    let whole = covers == Coverage::Whole
+        && was.state == State::Exact
+        && was.unsure.is_empty()
+        && was.changed.is_none();
     if whole && was.epoch == Some(epoch) {
         let _ = replica.note_mended(replaced);
     }

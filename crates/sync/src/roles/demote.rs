@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
-use device::WriteWatch;
+use device::{WriteCounts, WriteWatch};
 use extents::Bitmap;
 use lineage::Lives;
 use replica::{Demotion, GaveUp, Lineage, Released, Replica, Unsure, UnsureSet};
@@ -180,7 +180,12 @@ pub(crate) fn demote_if(
         return Ok(summary);
     }
     let trust = options.open.device_trust.max(DeviceTrust::Counted);
-    let undoubted = || state.doubt(&place, &about, trust).is_ok_and(|doubt| doubt.is_none());
+    // Where the kernel does not count, nobody may be able to write.
+    let is_counted = !about.identity.is_block() || WriteCounts::of(about.identity.dev).is_some();
+    let undoubted = || match is_counted {
+        true => state.doubt(&place, &about, trust).is_ok_and(|doubt| doubt.is_none()),
+        false => device::may_change(&about.path).is_none(),
+    };
     // Held by nobody until the replica was opened, it may have been served; since then it cannot be.
     let unserved = || lives_in(state, &place).is_ok_and(|now| now == lives);
     let told = demotion.since.is_some() && !demotion.others_wrote;

@@ -232,7 +232,12 @@ impl<'a> GroupSession<'a> {
             SyncError::Far { message, class } => (message, class),
             SyncError::Conflict(Conflict::Newer(newer)) => match self.named(SyncError::Conflict(*newer)) {
                 SyncError::Conflict(conflict) => return Conflict::Newer(Box::new(conflict)).into(),
-                said => return said,
+                SyncError::Diverged(said) => {
+                    return SyncError::Diverged(format!(
+                        "--adopt gives up nothing that only the replica has (if that can be lost, pass --adopt=overwrite): {said}"
+                    ));
+                }
+                other => return other,
             },
             SyncError::Conflict(Conflict::Diverged(diverged)) => {
                 let said = diverged.said(&ways_of_group(self.group.name()));
