@@ -14,8 +14,9 @@
 //! noted in the same mapped file. Another file at its path is refused. A block device has no such times: it is compared, unless the user
 //! passes `--trust-device`. A command that is not told so compares, and leaves the record as it found it until an epoch ends: one that is
 //! told so can still use it. Before dsync itself writes to a device as to a replica, it notes in the stamps of the sources on it that
-//! their records do not hold (`source/src/record/overwritten.rs`): nobody's word overrides that. Every failed check becomes a gap in the
-//! history.
+//! their records do not hold (`source/src/record/overwritten.rs`): nobody's word overrides that. From one step of a demotion to the next, also where
+//! another process completes it, the record of a device holds as long as the kernel has counted no write (`DeviceTrust`). Every failed check
+//! becomes a gap in the history.
 //!
 //! An epoch makes the image durable with its times, and the stamp keeps its time of change (`durable`): an image that bears an earlier
 //! one was rolled back, whatever a power cut may have taken. Where a file is a disk in use (it was ever served or tracked, or is one of a
