@@ -56,7 +56,9 @@ fn settle(device: &Identity) {
     let place = sysfs(device.dev);
     let partitions = std::fs::read_dir(&place).into_iter().flatten().flatten().map(|entry| entry.path());
     let partitions = partitions.filter(|place| place.join("partition").exists());
-    let nodes = partitions.filter_map(|place| Some(Path::new("/dev").join(place.file_name()?)));
+    // In sysfs a name has "!" where the node has a folder.
+    let node = |place: PathBuf| Some(Path::new("/dev").join(place.file_name()?.to_str()?.replace('!', "/")));
+    let nodes = partitions.filter_map(node);
     for node in std::iter::once(device.path.clone()).chain(nodes) {
         let _ = File::open(node).and_then(|file| sys::write_back(&file));
     }
