@@ -188,8 +188,9 @@ pub(crate) fn demote_if(
     };
     // Held by nobody until the replica was opened, it may have been served; since then it cannot be.
     let unserved = || lives_in(state, &place).is_ok_and(|now| now == lives);
-    let told = demotion.since.is_some() && !demotion.others_wrote;
-    let unwritten = || unserved() && (!told || undoubted());
+    // Of what is not known nothing is said that a write would make wrong.
+    let is_known = demotion.since.is_some() && !demotion.others_wrote;
+    let unwritten = || unserved() && (!is_known || undoubted());
     let mut replica = state
         .open(&about.path, &replica::ReplicaOptions { adopt: true, format: Some(about.format), ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
