@@ -64,8 +64,9 @@ pub use plan::facts::PULLED;
 pub use replica::{CommitMode, Keep};
 pub use replica_end::allowed_paths::AllowedPaths;
 #[doc(hidden)]
-pub use replica_end::far::merge_over;
-pub use replica_end::far::{MergeOptions, Merged, known_replicas, merge, open_options, open_replica};
+pub use replica_end::merge::merge_over;
+pub use replica_end::merge::{MergeOptions, Merged, merge};
+pub use replica_end::opening::{known_replicas, open_options, open_replica};
 pub use replica_end::pull::{Pull, PullClient, PullContext, SourceInfo, SourceRequest, Task, send};
 #[doc(hidden)]
 pub use replica_end::receive::receive_over;
@@ -81,7 +82,6 @@ pub use roles::{made_elsewhere, refuse_replica, unpromoted};
 #[doc(hidden)]
 pub use site::Site;
 pub use source_end::account::count_failure;
-pub use source_end::apart::give_up_member;
 pub use source_end::group::{GroupSummary, push_group};
 pub use source_end::push::push;
 pub use source_end::verify::{Verified, VerifyOptions, verify};

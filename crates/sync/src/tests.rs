@@ -14,8 +14,8 @@ use uuid::Uuid;
 
 use crate::plan::Knowledge;
 use crate::wire::messages::{
-    CLAIM, COMMITTED, CommitReply, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, StatusReply, TRAILER,
-    expect, of_digest_report, of_unit,
+    CLAIM, COMMITTED, CommitReply, HEADER, MirrorPlan, OPEN, Open, Opening, PLAN, Plan, STATUS, StatusReply,
+    TRAILER, expect, of_digest_report, of_unit,
 };
 use crate::{CommitMode, SyncOptions, VerifyOptions, push, receive, verify};
 
@@ -306,12 +306,12 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
 }
 
 /// A source's side that says these things; what the replica's side makes of it.
-fn accuse(place: &Place, open: &Open, says: Vec<Message>) -> Result<(), crate::SyncError> {
+fn accuse(place: &Place, open: Open, says: Vec<Message>) -> Result<(), crate::SyncError> {
     let (here, there) = Link::pair();
     let state = place.state.clone();
     let far = std::thread::spawn(move || receive(there, &state));
     let (sender, receiver) = here.split();
-    sender.send_json(OPEN, open).unwrap();
+    sender.send_json(OPEN, &Opening { group: None, members: vec![open] }).unwrap();
     let _ = receiver.recv();
     for message in says {
         let _ = sender.send(message);
@@ -358,7 +358,7 @@ fn a_lying_source_is_found_out() {
     ];
     for scope in scopes {
         let text = format!("{scope:?}");
-        let error = accuse(&place, &open(true), vec![plan(scope, false)]).unwrap_err();
+        let error = accuse(&place, open(true), vec![plan(scope, false)]).unwrap_err();
         assert!(error.to_string().contains("invalid message"), "{text}: {error}");
     }
     // A delta that is bound to another state, one that is cut off, and one with a wrong end.
@@ -397,13 +397,13 @@ fn a_lying_source_is_found_out() {
         } else {
             says.push(Message { kind: TRAILER, ..Message::default() });
         }
-        accuse(&place, &open(false), says).unwrap_err();
+        accuse(&place, open(false), says).unwrap_err();
         assert!(std::fs::read(&replica).unwrap() == before);
     }
     // Words that are none.
     for kind in [PLAN, HEADER, 77] {
         let nonsense = Message { kind, head: b"{\"bytes\":-1}".to_vec(), ..Message::default() };
-        accuse(&place, &open(true), vec![nonsense]).unwrap_err();
+        accuse(&place, open(true), vec![nonsense]).unwrap_err();
     }
     // It is as good as ever.
     let (here, there) = Link::pair();
@@ -445,11 +445,11 @@ fn what_no_source_plans_is_refused_where_it_is_heard() {
         Plan { give_up: Some(crate::wire::messages::Apart { since: Some(1) }), ..Plan::default() },
     ] {
         let text: String = format!("{plan:?}").chars().take(300).collect();
-        let error = accuse(&place, &open(replica.clone()), message(&plan)).unwrap_err().to_string();
+        let error = accuse(&place, open(replica.clone()), message(&plan)).unwrap_err().to_string();
         assert!(error.contains("invalid message"), "{text}: {error}");
     }
     for path in ["x".repeat(5000), "a\0b".into()] {
-        let error = accuse(&place, &open(path.into()), Vec::new()).unwrap_err().to_string();
+        let error = accuse(&place, open(path.into()), Vec::new()).unwrap_err().to_string();
         assert!(error.contains("is not a path"), "{error}");
     }
     assert!(std::fs::read(&replica).unwrap() == before);
@@ -472,7 +472,8 @@ fn a_plan_for_more_threads_than_any_machine_has_is_carried_out_with_fewer() {
     let state = place.state.clone();
     let far = std::thread::spawn(move || receive(there, &state));
     let (sender, receiver) = here.split();
-    sender.send_json(OPEN, &Open::new(&replica, &None, CommitMode::Journal)).unwrap();
+    let members = vec![Open::new(&replica, &None, CommitMode::Journal)];
+    sender.send_json(OPEN, &Opening { group: None, members }).unwrap();
     let _ = receiver.recv();
     sender.send_json(PLAN, &plan).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
@@ -495,7 +496,7 @@ fn digests_take_room_for_what_was_sent_and_not_for_what_was_said() {
     let (place, size) = (Place::new(), 16 << 30);
     let replica = place.path("copy");
     let digests = Some(crate::wire::digests::Digests { file: None, hash: compare::Hash::Xxh3 });
-    let open = Open { digests, ..Open::new(&replica, &None, CommitMode::Journal) };
+    let open = || Open { digests: digests.clone(), ..Open::new(&replica, &None, CommitMode::Journal) };
     let epoch = Epoch { number: 1, id: Uuid::from_u128(1) };
     let header = Header::new(Uuid::from_u128(2), Method::Copy, vec![epoch], (0, size), 512);
     let says = || {
@@ -509,11 +510,11 @@ fn digests_take_room_for_what_was_sent_and_not_for_what_was_said() {
     };
     let file = place.path(".copy.dsync/digests");
     // It goes away in the middle, and comes back.
-    let gone = accuse(&place, &open, says().into_iter().take(2).collect()).unwrap_err().to_string();
+    let gone = accuse(&place, open(), says().into_iter().take(2).collect()).unwrap_err().to_string();
     assert!(gone.contains("ended the transfer early"), "{gone}");
     let taken = || std::fs::metadata(&file).unwrap().blocks() * 512;
     assert!(taken() < MIB, "{} bytes", taken());
-    accuse(&place, &open, says()).unwrap();
+    accuse(&place, open(), says()).unwrap();
     assert!(taken() < MIB, "{} bytes", taken());
 }
 

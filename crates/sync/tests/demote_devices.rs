@@ -56,13 +56,8 @@ impl Host {
         let (near, far) = Link::pair();
         std::thread::scope(|scope| {
             let received = scope.spawn(|| sync::receive(far, &self.state));
-            let pushed = sync::push_group(
-                group,
-                near,
-                (&self.dir(), "replicas"),
-                (&SyncOptions::default(), &[]),
-                &|_, _| {},
-            );
+            let pushed =
+                sync::push_group(group, near, (&self.dir(), "replicas"), &SyncOptions::default(), &|_, _| {});
             received.join().unwrap()?;
             pushed
         })

@@ -1282,12 +1282,14 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     };
     back(&[]).code(4).says(&["have diverged", "--save-there FOLDER"]);
     back(&["--save-there", "saved"]).code(2).says(&["absolute path"]);
-    back(&["--discard-there", "-n"]).ok();
+    let (counted, _) = summaries(&back(&["--discard-there", "-n"]).ok());
+    assert!(counted.iter().all(|member| member["given_up"]["bytes"].as_u64() > Some(0)), "{counted:?}");
     back(&[]).code(4).says(&["have diverged"]);
     let (members, _) = summaries(&back(&["--save-there", saved.to_str().expect("UTF-8")]).ok());
-    for name in NAMES {
+    for (member, name) in members.iter().zip(NAMES) {
         let file = saved.join(format!("{name}.raw.delta"));
         two.command(&["inspect"]).arg(&file).ok();
+        assert_eq!(member["given_up"]["saved"], file.to_str().expect("UTF-8"));
     }
     assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
     assert_eq!(together(&home, "back"), at);

@@ -1,7 +1,6 @@
 //! `dsync sync --group` and `dsync mirror --group`: all disks of a group, as they were at one moment.
 
 use std::cell::Cell;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
@@ -9,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use source::{GroupHandle, SourceError, StateDir};
 use sync::{
-    CutHook, GiveUp, GroupEvent, GroupMirror, GroupMirrorSummary, GroupSummary, Summary, SyncError,
-    SyncOptions, Turns,
+    CutHook, GroupEvent, GroupMirror, GroupMirrorSummary, GroupSummary, Summary, SyncError, SyncOptions,
+    Turns,
 };
 
 use crate::args::{self, CommitArg, MethodArg};
@@ -22,7 +21,7 @@ use crate::jobs::hook::Hook;
 use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::reach::effect;
-use crate::reach::location::{Ends, Location};
+use crate::reach::location::Location;
 use crate::terms::{machine_name, units};
 
 const ALONE: &str =
@@ -79,29 +78,24 @@ impl<'a> GroupSync<'a> {
         self.args.dry_run
     }
 
-    /// Brings the replicas of a group to one moment, with the hook around its cut. `None` if what would be sent is known only once the replicas give up what
-    /// they have.
+    /// Brings the replicas of a group to one moment, with the hook around its cut.
     ///
     /// # Errors
     /// What refuses one of them refuses all.
-    pub(crate) fn run(&self, group: GroupHandle, hook: bool) -> Result<Option<(GroupSummary, Vec<Summary>)>> {
+    pub(crate) fn run(&self, group: GroupHandle, hook: bool) -> Result<(GroupSummary, Vec<Summary>)> {
         let (args, output, destination) = (self.args, self.output, &self.destination);
         let hooked = self.hook.clone().filter(|_| hook).map(|hook| hook as Arc<dyn CutHook>);
-        let mut options = SyncOptions { hook: hooked, ..self.options.clone() };
+        let options = SyncOptions { hook: hooked, ..self.options.clone() };
         let (dir, shown) = destination.place()?;
         group.members().iter().for_each(|handle| effect::on_size(&handle.into(), output));
         let progress = |done, total| output.progress(done, total);
         let pushed = (|| -> Result<_> {
-            let Some(given_up) = give_up(&group, destination, (args, &mut options), self.state, output)?
-            else {
-                return Ok(None);
-            };
             let (link, receiving) = destination.connect(&args.far, self.state)?;
-            let pushed = sync::push_group(&group, link, (&dir, &shown), (&options, &given_up), &progress);
+            let pushed = sync::push_group(&group, link, (&dir, &shown), &options, &progress);
             if let Some(receiving) = receiving {
                 let _ = receiving.join();
             }
-            Ok(Some(pushed.map_err(|error| of_machine(&group, &shown, destination.named(error)))?))
+            Ok(pushed.map_err(|error| of_machine(&group, &shown, destination.named(error)))?)
         })();
         output.finish();
         let closed: Result<(), SourceError> = group.close();
@@ -141,47 +135,9 @@ pub(crate) fn sync(
     let group = sync::attach_group(state, name, &crate::reach::source::source_options(&args.open)?)?;
     let pushed = sync.run(group, true);
     sync.hook.inspect(|hook| hook.end(pushed.is_ok(), output));
-    match pushed? {
-        Some((summary, members)) => tell(&summary, &members, output),
-        None => output.say(&format!("group {name}: what would be sent is known once that is given up")),
-    }
+    let (summary, members) = pushed?;
+    tell(&summary, &members, output);
     Ok(0)
-}
-
-/// Has the disks of a group in a folder give up what only they have, one after the other: what is cut off is done again. All of them are asked
-/// before, so that a refusal finds each as it was. Returns those of which all has to be compared, by their places among the members; `None` if it is a
-/// dry run, and a disk would have to.
-fn give_up(
-    group: &GroupHandle,
-    destination: &Location,
-    (args, options): (&args::Sync, &mut SyncOptions),
-    state: &StateDir,
-    output: &Output,
-) -> Result<Option<Vec<usize>>> {
-    let Some(how) = options.give_up.take() else { return Ok(Some(Vec::new())) };
-    let asked = options.clone();
-    let (mut would, mut compared) = (false, Vec::new());
-    for dry_run in [true, false].into_iter().filter(|dry_run| *dry_run || !args.dry_run) {
-        for (at, (handle, file)) in group.members().iter().zip(group.files()).enumerate() {
-            let how = match &how {
-                GiveUp::Save(folder) => GiveUp::Save(folder.join(format!("{file}.delta"))),
-                GiveUp::Discard => GiveUp::Discard,
-            };
-            let own = SyncOptions { give_up: Some(how), dry_run, ..asked.clone() };
-            let source = Location::parse(&handle.about().path.to_string_lossy())?;
-            let ends = Ends { source, destination: destination.within(Path::new(file)) };
-            let (given_up, compares) = ends.converse(&args.far, state, None, |link, path, name| {
-                sync::give_up_member(handle, link, (path, name), &own)
-            })?;
-            compared.extend(compares.then_some(at));
-            would |= dry_run && given_up.is_some();
-            let (_, name) = ends.destination.place()?;
-            if let Some(given_up) = given_up.filter(|_| dry_run == args.dry_run) {
-                sync_command::say_given_up(&name, &given_up, dry_run, output);
-            }
-        }
-    }
-    Ok((!args.dry_run || !would).then_some(compared))
 }
 
 /// Runs a mirror until a signal ends it.
@@ -325,6 +281,7 @@ fn tell_members(members: &[Summary], output: &Output) {
 pub(crate) fn tell(group: &GroupSummary, members: &[Summary], output: &Output) {
     for member in members {
         sync_command::warn(member, output);
+        sync_command::say_given_up(member, output);
         sync_command::say(member, output);
         output.summary(member);
     }

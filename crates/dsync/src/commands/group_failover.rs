@@ -145,7 +145,7 @@ impl Demoting<'_> {
         let (dir, shown) = destination.place()?;
         let (link, receiving) = destination.connect(&args.far, state)?;
         let progress = |done, total| output.progress(done, total);
-        let pushed = sync::push_group(group, link, (&dir, &shown), (&options, &[]), &progress);
+        let pushed = sync::push_group(group, link, (&dir, &shown), &options, &progress);
         if let Some(receiving) = receiving {
             let _ = receiving.join();
         }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::Result;
 use source::{Around, SourceOptions, StateDir, Told};
 use sync::{
-    Conflict, CutHook, GivenUpWrites, ListedExtents, Method, Pull, SourceInfo, Summary, SyncError,
-    SyncOptions, Task, Unreadable, Way,
+    Conflict, CutHook, ListedExtents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task,
+    Unreadable, Way,
 };
 
 use crate::args::{self, Command, FreezeArg, HashArg, MethodArg, SourceArgs};
@@ -110,10 +110,7 @@ pub(crate) fn run(
         summary.trust = format!("as told by {}", change_list::name(file));
     }
     warn(&summary, output);
-    summary
-        .given_up
-        .iter()
-        .for_each(|given_up| say_given_up(&summary.destination, given_up, summary.dry_run, output));
+    say_given_up(&summary, output);
     list("unreadable at the source", &summary.unreadable, output);
     list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
     say(&summary, output);
@@ -266,8 +263,10 @@ pub(crate) fn warn(summary: &Summary, output: &Output) {
     summary.warnings.iter().for_each(|warning| output.warn(&format!("{}: {warning}", summary.destination)));
 }
 
-/// Says what a destination gave up.
-pub(crate) fn say_given_up(name: &str, given_up: &GivenUpWrites, dry_run: bool, output: &Output) {
+/// Says what the destination gave up.
+pub(crate) fn say_given_up(summary: &Summary, output: &Output) {
+    let Some(given_up) = &summary.given_up else { return };
+    let (name, dry_run) = (&summary.destination, summary.dry_run);
     let what = match (given_up.bytes, given_up.since) {
         (Some(bytes), Some(since)) => format!("{} written to it since epoch {since}", units::size(bytes)),
         (_, Some(since)) => format!("what was written to it since epoch {since}"),

@@ -50,7 +50,7 @@ impl Machine<'_> {
             };
             self.say((target, Some(&image.path)), how, &why);
         }
-        sync.run(group, true)
+        sync.run(group, true).map(Some)
     }
 
     /// A disk at rest as a member of the group.

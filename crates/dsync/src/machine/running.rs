@@ -54,15 +54,14 @@ impl Machine<'_> {
             part.doubt(handle)?;
         }
         self.say_parts(&parts);
-        let mut pushed = sync.run(group, false)?;
+        let (group, mut members) = sync.run(group, false)?;
         self.end(begun)?;
-        let members = pushed.iter_mut().flat_map(|(_, members)| members);
-        for (member, _) in members.zip(&parts).filter(|(_, part)| part.has_bitmap()) {
+        for (member, _) in members.iter_mut().zip(&parts).filter(|(_, part)| part.has_bitmap()) {
             if member.trust == TRACKED {
                 member.trust = "as told by QEMU".into();
             }
         }
-        Ok(pushed)
+        Ok(Some((group, members)))
     }
 
     /// Its backup job.

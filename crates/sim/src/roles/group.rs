@@ -211,7 +211,7 @@ impl Run {
     ) -> Result<(sync::GroupSummary, Vec<sync::Summary>), SyncError> {
         let dir = self.dir();
         self.converse(near, to * OF_SITE, cuts, |link, _, _| {
-            sync::push_group(group, link, (&dir, "far:dir"), (options, &[]), &|_, _| {})
+            sync::push_group(group, link, (&dir, "far:dir"), options, &|_, _| {})
         })
     }
 

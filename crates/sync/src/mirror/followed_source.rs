@@ -174,7 +174,7 @@ impl FollowedSource {
         let replica = Open::new(mirror.destination, folder, commit).beside(&self.handle)?;
         let replica = Open { keep: options.sync.keep.clone(), ..replica };
         let (sender, receiver) = link.split();
-        let status = open(&sender, &receiver, &replica, options.sync.bwlimit.as_ref())?;
+        let status = open(&sender, &receiver, replica, options.sync.bwlimit.as_ref())?;
         // A batch that gives way keeps its view for longer, of which the guest feels more than it is spared.
         self.handle.be_polite(false);
         account.opened();

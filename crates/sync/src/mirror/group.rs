@@ -144,7 +144,7 @@ impl GroupMirror<'_> {
             };
             let ends = (&sender, &receiver);
             let mut session =
-                GroupSession::begin(ends, &group, (self.dir, self.name), (&options, &[]), self.progress)?;
+                GroupSession::begin(ends, &group, (self.dir, self.name), &options, self.progress)?;
             self.rounds(&group, &mut session, summary, attempts)
         })();
         summary.bytes_sent += traffic.sent();

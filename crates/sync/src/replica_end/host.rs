@@ -13,7 +13,7 @@ use source::{
 use uuid::Uuid;
 
 use crate::error::SyncError;
-use crate::replica_end::far::{known_replicas, open_options};
+use crate::replica_end::opening::{known_replicas, open_options};
 use crate::site::Site;
 
 impl Site for StateDir {

@@ -1,9 +1,10 @@
 //! The end that has the replica: what it receives, fetches and allows.
 
 pub(crate) mod allowed_paths;
-pub(crate) mod far;
-pub(crate) mod group_receiver;
+pub(crate) mod conversation;
 pub(crate) mod host;
+pub(crate) mod merge;
 pub(crate) mod mirror_receiver;
+pub(crate) mod opening;
 pub(crate) mod pull;
 pub(crate) mod receive;

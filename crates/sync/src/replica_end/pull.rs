@@ -24,14 +24,15 @@ use uuid::Uuid;
 use crate::error::SyncError;
 use crate::options::{SyncOptions, Way};
 use crate::replica_end::allowed_paths::AllowedPaths;
-use crate::replica_end::far::{ReplicaEnd, end_with, open_here};
+use crate::replica_end::conversation::{ReplicaEnd, end_with};
+use crate::replica_end::opening::open_here;
 use crate::report::{Progress, Summary};
 use crate::roles::attach::{attach, close};
 use crate::source_end::push::push_over;
 use crate::source_end::verify::{Verified, VerifyOptions, replica_for_verify, verify_over};
 use crate::transfer::heard;
 use crate::wire::messages::{
-    MAX_SIZE, Open, PULL, RESULT, SOURCE, check_path, expect, nonsense, part, report, request,
+    MAX_SIZE, Open, Opening, PULL, RESULT, SOURCE, check_path, expect, nonsense, part, report, request,
 };
 
 /// The longest name of a source, in bytes.
@@ -176,10 +177,15 @@ impl Pull {
             Task::Sync(options) => (Open::for_sync(&self.replica, options), !options.dry_run),
             Task::Verify(options) => (replica_for_verify(&self.replica, options), options.repair),
         };
-        let Open { source, origin, container, .. } = Open::hear(receiver)?;
-        let open = Open { source, origin, container, ..own };
+        // The source's side says what it is, and nothing else.
+        let Ok([said]) = <[Open; 1]>::try_from(Opening::hear(receiver)?.members) else {
+            return Err(nonsense("several replicas"));
+        };
+        let path = own.path.clone();
+        let own = Open { source: said.source, origin: said.origin, container: said.container, ..own };
+        let asked = Opening { group: None, members: vec![own] };
         let end = ReplicaEnd { sender, receiver, site: Some(state), progress, writes };
-        let told = end.converse(&open, &|open| open_here(open, &open.path, state))?;
+        let told = end.converse(&asked, &|asked| open_here(asked, &[path.clone()], state))?;
         told.ok_or_else(|| nonsense("no result"))
     }
 
@@ -392,7 +398,7 @@ mod tests {
             container: None,
         };
         sender.send_json(SOURCE, &info)?;
-        let status = crate::wire::messages::open(&sender, &receiver, &open, None)?;
+        let status = crate::wire::messages::open(&sender, &receiver, open, None)?;
         assert!(status.path.ends_with("copy"), "{status:?}");
         if let Some(plan) = plan {
             sender.send_json(PLAN, &plan)?;

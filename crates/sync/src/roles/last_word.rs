@@ -56,7 +56,7 @@ impl LastWord<'_> {
         };
         let (sender, receiver) = link.split();
         let told = (|| {
-            let status = open(&sender, &receiver, &request, None)?;
+            let status = open(&sender, &receiver, request, None)?;
             if let Some(primary) = status.primary {
                 // Of a copy of the source, the same number is another epoch.
                 let same = primary.common.is_none_or(|common| common == released.epoch);

@@ -7,9 +7,6 @@
 //! is promoted for that, and demoted again; where a crash leaves it promoted, the same command finds a source. Where it is not known what
 //! was written, the epoch is unknown too, and all is compared.
 
-use std::path::Path;
-
-use link::Link;
 use replica::Role;
 use source::{Gap, Handle};
 
@@ -18,9 +15,9 @@ use crate::error::SyncError;
 use crate::options::{GiveUp, SyncOptions};
 use crate::plan::facts::facts;
 use crate::plan::{Knowledge, SourceFacts, choose, refuse_diverged, refuse_emptied, refuse_other_content};
-use crate::report::{GivenUpWrites, RunningTotals};
+use crate::report::GivenUpWrites;
 use crate::transfer::Transfer;
-use crate::wire::messages::{Apart, Open, StatusReply, open, part};
+use crate::wire::messages::{Apart, StatusReply};
 
 /// What a sync with consent does to its destination first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -205,30 +202,4 @@ fn as_if_given_up(handle: &Handle, status: StatusReply, apart: Apart) -> Result<
         },
     };
     Ok(StatusReply { replica, primary: None, holds_data: true, ..status })
-}
-
-/// Makes one destination of a group give up what only it has, before the group is synced to it. Returns what that gave up, and whether all of
-/// it has to be compared, because it is in no record.
-///
-/// # Errors
-/// As [`push`](crate::push()) with [`SyncOptions::give_up`].
-pub fn give_up_member(
-    handle: &Handle,
-    link: Link,
-    (destination, name): (&Path, &str),
-    options: &SyncOptions,
-) -> Result<(Option<GivenUpWrites>, bool), SyncError> {
-    let (sender, receiver) = link.split();
-    let done = (|| {
-        let Some(how) = &options.give_up else { return Ok((None, false)) };
-        let asked = Open::for_sync(destination, options).beside(handle)?;
-        let status = open(&sender, &receiver, &asked, None)?;
-        let totals = RunningTotals::new(&|_, _| {});
-        let (sender, receiver, member) = (&sender, &receiver, (0, false));
-        let transfer =
-            Transfer { sender, receiver, name, options, totals, in_place: false, member, resends: false };
-        let done = consent(handle, &transfer, status, how)?;
-        Ok((done.given_up, done.options.adopt))
-    })();
-    part(sender, &receiver, done)
 }

@@ -17,18 +17,18 @@ use source::{GroupHandle, Handle, View};
 use crate::conflict::{Conflict, ways_of_group, with_ends};
 use crate::cut_hook::around;
 use crate::error::SyncError;
-use crate::options::SyncOptions;
+use crate::options::{GiveUp, SyncOptions};
 use crate::plan::Choice;
-use crate::report::{Progress, RunningTotals, Summary};
+use crate::report::{GivenUpWrites, Progress, RunningTotals, Summary};
 use crate::source_end::account::Account;
+use crate::source_end::apart::{Consented, consent};
 use crate::source_end::live::Approach;
 use crate::source_end::member::{self, PlannedMember, at_view, pick};
 use crate::source_end::push::{bring, estimate};
 use crate::transfer::pack::reading;
 use crate::transfer::{Transfer, heard};
 use crate::wire::messages::{
-    COMMIT_GROUP, CommitReply, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, StatusReply, expect, nonsense,
-    part,
+    COMMIT_GROUP, CommitReply, GROUP_COMMITTED, OPEN, Open, Opening, StatusReply, expect, nonsense, part,
 };
 
 /// What a sync of a group did, besides the summaries of its members.
@@ -56,13 +56,13 @@ pub struct GroupSummary {
 }
 
 /// Brings the replicas of a group at the other end of `link` to one moment. They are in the folder `dir`, and have the names of
-/// the sources; `name` is how the user named the folder. Of the members in `given_up`, by their places, all is compared and overwritten: they have
-/// given up what is in no record.
+/// the sources; `name` is how the user named the folder. With [`SyncOptions::give_up`], all are asked what they would give up before one does; it
+/// names the folder in which each is saved.
 pub fn push_group(
     group: &GroupHandle,
     link: Link,
     (dir, name): (&Path, &str),
-    (options, given_up): (&SyncOptions, &[usize]),
+    options: &SyncOptions,
     progress: Progress<'_>,
 ) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
     let (sender, receiver) = link.split();
@@ -70,7 +70,7 @@ pub fn push_group(
     let traffic = sender.traffic();
     let pushed = (|| {
         let ends = (&sender, &receiver);
-        let mut session = GroupSession::begin(ends, group, (dir, name), (options, given_up), progress)?;
+        let mut session = GroupSession::begin(ends, group, (dir, name), options, progress)?;
         let (mut summary, members) = session.round()?;
         summary.seconds = began.elapsed().as_secs_f64();
         if !options.dry_run {
@@ -107,7 +107,7 @@ impl<'a> GroupSession<'a> {
         (sender, receiver): (&'a Sender, &'a Receiver),
         group: &'a GroupHandle,
         (dir, destination): (&Path, &'a str),
-        (options, given_up): (&SyncOptions, &[usize]),
+        options: &SyncOptions,
         progress: Progress<'a>,
     ) -> Result<GroupSession<'a>, SyncError> {
         if let Some(pace) = &options.bwlimit {
@@ -117,11 +117,11 @@ impl<'a> GroupSession<'a> {
         let (mut accounts, mut own) = (Vec::new(), Vec::new());
         let (statuses, mut options) = (Vec::new(), options.clone());
         options.live.cut.together = true;
-        for (at, (handle, file)) in group.members().iter().zip(group.files()).enumerate() {
+        for (handle, file) in group.members().iter().zip(group.files()) {
             handle.be_polite(options.polite);
             let mut of_member = options.clone();
-            if given_up.contains(&at) {
-                (of_member.adopt, of_member.overwrite) = (true, true);
+            if let Some(GiveUp::Save(to)) = &mut of_member.give_up {
+                *to = to.join(format!("{file}.delta"));
             }
             names.push(format!("{}/{file}", destination.trim_end_matches('/')));
             paths.push(dir.join(file));
@@ -131,7 +131,7 @@ impl<'a> GroupSession<'a> {
             let account = Account::begin(handle, (&dir.join(file), name), &options.way, "sync");
             accounts.push(if options.dry_run { account.dry() } else { account });
         }
-        sender.send_json(OPEN_GROUP, &OpenGroup { name: group.name().to_owned(), members })?;
+        sender.send_json(OPEN, &Opening { group: Some(group.name().to_owned()), members })?;
         Ok(GroupSession {
             sender,
             receiver,
@@ -149,7 +149,15 @@ impl<'a> GroupSession<'a> {
 
     /// Brings all replicas to one moment.
     pub(crate) fn round(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
-        let mut done = self.bring_together().map_err(|error| self.named(error));
+        let done = self.give_up().and_then(|given_up| {
+            let (group, mut members) = self.bring_together()?;
+            for (member, (given_up, said)) in members.iter_mut().zip(given_up) {
+                member.given_up = given_up;
+                member.warnings.extend(said);
+            }
+            Ok((group, members))
+        });
+        let mut done = done.map_err(|error| self.named(error));
         match &mut done {
             Ok((_, members)) => {
                 for (account, member) in self.accounts.iter().zip(members) {
@@ -163,11 +171,32 @@ impl<'a> GroupSession<'a> {
         done
     }
 
-    fn bring_together(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
+    /// Hears where the replicas are, and has them give up what only they have, if their user consents. All are asked first, so that a refusal finds
+    /// each as it was. What each gave up, and what there is to say where it did not.
+    fn give_up(&mut self) -> Result<Vec<(Option<GivenUpWrites>, Option<String>)>, SyncError> {
         self.statuses.clear();
         for _ in self.group.members() {
             self.statuses.push(StatusReply::hear(self.receiver)?);
         }
+        let mut done = vec![(None, None); self.statuses.len()];
+        let rounds: &[bool] = if self.options.dry_run { &[true] } else { &[true, false] };
+        for &dry_run in rounds {
+            for (at, handle) in self.group.members().iter().enumerate() {
+                let asked = SyncOptions { dry_run, ..self.options_of(at, true).clone() };
+                let Some(how) = &asked.give_up else { continue };
+                let transfer = Transfer { options: &asked, ..self.transfer(at, true) };
+                let consented = consent(handle, &transfer, self.statuses[at].clone(), how)?;
+                if dry_run == self.options.dry_run {
+                    let Consented { status, options, given_up, said } = consented;
+                    self.own[at] = [SyncOptions { hook: None, ..options.clone() }, options];
+                    (self.statuses[at], done[at]) = (status, (given_up, said));
+                }
+            }
+        }
+        Ok(done)
+    }
+
+    fn bring_together(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
         let choices = self.choose_all()?;
         if !self.options.dry_run {
             self.refuse_unlike(&choices)?;

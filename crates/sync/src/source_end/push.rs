@@ -51,7 +51,7 @@ pub(crate) fn push_over(
     let pushed = (|| {
         let replica = Open::for_sync(destination, options).beside(handle)?;
         let (began, traffic) = (Instant::now(), sender.traffic());
-        let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
+        let status = open(sender, receiver, replica, options.bwlimit.as_ref())?;
         handle.be_polite(options.polite);
         let in_place = status.in_place;
         let totals = RunningTotals::new(&progress);

@@ -177,7 +177,7 @@ pub(crate) fn verify_over(
     let verified = (|| {
         let (began, traffic) = (Instant::now(), sender.traffic());
         let replica = replica_for_verify(destination, options).beside(handle)?;
-        let mut status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
+        let mut status = open(sender, receiver, replica, options.bwlimit.as_ref())?;
         handle.be_polite(options.polite);
         account.opened();
         refuse_sources(handle, name, &status, options)?;

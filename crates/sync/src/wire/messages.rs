@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!     source                                   replica
-//!     Open: which replica, for which source ─▶
+//!     Opening: which replica, for which source ─▶
 //!                                            ◀─ Status: what is there
 //!     Plan: what will follow, what to send   ─▶
 //!                                            ◀─ DigestReport … DigestReport, or Sums … Sums (only if requested)
@@ -15,17 +15,17 @@
 //! ```text
 //!                                            ◀─ Pull: which source, and what is asked of it
 //!     SourceInfo: how the source is open     ─▶
-//!     … Open, and all of the above
+//!     … Opening, and all of the above
 //!     Result: what the source's side reports ─▶
 //! ```
 //!
 //! A Plan for a mirror is followed by one delta after the other, each bound to the state that the previous one
 //! leaves; the replica answers each with Confirmed.
 //!
-//! The replicas of a group share one conversation:
+//! The replicas of a group share one conversation, in which each plan names the member that it is for:
 //!
 //! ```text
-//!     OpenGroup: an Open for each member     ─▶
+//!     Opening: which replicas, of which group ─▶
 //!                                            ◀─ a Status for each, in order
 //!     Plan for a member, and its delta       ─▶
 //!                                            ◀─ Prepared; for a first copy, which is committed by itself, Committed and Status
@@ -75,7 +75,6 @@ pub(crate) const UNSURE: u8 = 12;
 pub(crate) const PULL: u8 = 13;
 pub(crate) const SOURCE: u8 = 14;
 pub(crate) const RESULT: u8 = 15;
-pub(crate) const OPEN_GROUP: u8 = 16;
 pub(crate) const PREPARED: u8 = 17;
 pub(crate) const COMMIT_GROUP: u8 = 18;
 pub(crate) const GROUP_COMMITTED: u8 = 19;
@@ -122,10 +121,12 @@ pub(crate) struct Open {
     pub give_up: Option<GiveUp>,
 }
 
-/// Opens the replicas of a group, all in one folder.
+/// Begins a conversation about one replica, or about those of a group.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct OpenGroup {
-    pub name: String,
+pub(crate) struct Opening {
+    /// The group, whose replicas are all in one folder, and are committed together.
+    pub group: Option<String>,
+    /// Their order is that of their statuses, and of [`Plan::member`].
     pub members: Vec<Open>,
 }
 
@@ -459,13 +460,6 @@ impl Open {
         }
     }
 
-    /// Receives the request for a replica.
-    pub(crate) fn hear(receiver: &Receiver) -> Result<Open, SyncError> {
-        let open: Open = request(receiver, OPEN)?.json()?;
-        open.check()?;
-        Ok(open)
-    }
-
     /// Refuses an invalid request.
     fn check(&self) -> Result<(), SyncError> {
         check_path("the replica", Some(&self.path))?;
@@ -482,31 +476,26 @@ impl Open {
     }
 }
 
-/// What the replica's side is asked for first.
-pub(crate) enum Asked {
-    One(Box<Open>),
-    Group(OpenGroup),
-}
-
-impl Asked {
-    /// Receives the request for a replica, or for those of a group.
-    pub(crate) fn hear(receiver: &Receiver) -> Result<Asked, SyncError> {
-        let message = receiver.recv()?.ok_or_else(|| nonsense("nothing"))?;
-        if message.kind != OPEN_GROUP {
-            let open: Open = asked_for(message, OPEN)?.json()?;
-            open.check()?;
-            return Ok(Asked::One(Box::new(open)));
+impl Opening {
+    /// Receives the beginning of a conversation.
+    pub(crate) fn hear(receiver: &Receiver) -> Result<Opening, SyncError> {
+        let opening: Opening = request(receiver, OPEN)?.json()?;
+        let Opening { group, members } = &opening;
+        let folder = members.first().map(|open| open.path.parent());
+        let together = members.iter().all(|open| Some(open.path.parent()) == folder);
+        let plain = members.iter().all(|open| open.journal_dir.is_none() && open.digests.is_none());
+        let is_sound = match group {
+            Some(name) => {
+                source::check_name(name)?;
+                (1..=MAX_MEMBERS).contains(&members.len()) && together && plain
+            }
+            None => members.len() == 1,
+        };
+        if !is_sound {
+            return Err(nonsense("the replicas to open"));
         }
-        let asked: OpenGroup = message.json()?;
-        let folder = asked.members.first().map(|open| open.path.parent());
-        let together = asked.members.iter().all(|open| Some(open.path.parent()) == folder);
-        let plain = asked.members.iter().all(|open| open.journal_dir.is_none() && open.digests.is_none());
-        if asked.members.is_empty() || asked.members.len() > MAX_MEMBERS || !together || !plain {
-            return Err(nonsense("the members of a group"));
-        }
-        source::check_name(&asked.name)?;
-        asked.members.iter().try_for_each(Open::check)?;
-        Ok(Asked::Group(asked))
+        members.iter().try_for_each(Open::check)?;
+        Ok(opening)
     }
 }
 
@@ -588,6 +577,17 @@ impl StatusReply {
 }
 
 impl Plan {
+    /// True if the replica is only read.
+    pub(crate) fn looks(&self) -> bool {
+        self.compare.is_some() && !self.delta && self.mirror.is_none() && !self.accept
+    }
+
+    /// True if it leaves the replica to a commit of its group, or is a first copy of it.
+    pub(crate) fn suits_group(&self) -> bool {
+        let delta = self.delta && self.mirror.is_none() && self.release.is_none() && !self.accept;
+        delta || (self.looks() && self.looks_first)
+    }
+
     /// Refuses an invalid plan.
     pub(crate) fn check(&self) -> Result<(), SyncError> {
         let sense = |checked: std::io::Result<()>| checked.map_err(|error| nonsense(&error.to_string()));
@@ -634,10 +634,7 @@ pub(crate) fn next(receiver: &Receiver) -> Result<Message, SyncError> {
 
 /// The first message of a conversation, which must be of this kind.
 pub(crate) fn request(receiver: &Receiver, kind: u8) -> Result<Message, SyncError> {
-    asked_for(receiver.recv()?.ok_or_else(|| nonsense("nothing"))?, kind)
-}
-
-fn asked_for(message: Message, kind: u8) -> Result<Message, SyncError> {
+    let message = receiver.recv()?.ok_or_else(|| nonsense("nothing"))?;
     match message.kind {
         asked if asked == kind => Ok(message),
         OPEN => Err(SyncError::Refused(
@@ -652,17 +649,17 @@ fn asked_for(message: Message, kind: u8) -> Result<Message, SyncError> {
     }
 }
 
-/// Begins a conversation: requests a replica, and receives its status. `pace` limits what is sent.
+/// Begins a conversation about one replica: requests it, and receives its status. `pace` limits what is sent.
 pub(crate) fn open(
     sender: &Sender,
     receiver: &Receiver,
-    replica: &Open,
+    replica: Open,
     pace: Option<&Pace>,
 ) -> Result<StatusReply, SyncError> {
     if let Some(pace) = pace {
         sender.pace(pace);
     }
-    sender.send_json(OPEN, replica)?;
+    sender.send_json(OPEN, &Opening { group: None, members: vec![replica] })?;
     StatusReply::hear(receiver)
 }
 
