@@ -15,7 +15,7 @@ use crate::error::SyncError;
 use crate::options::{GiveUp, SyncOptions};
 use crate::plan::facts::facts;
 use crate::plan::{Knowledge, SourceFacts, choose, refuse_diverged, refuse_emptied, refuse_other_content};
-use crate::report::GivenUpWrites;
+use crate::report::{GivenUpWrites, Summary};
 use crate::transfer::Transfer;
 use crate::wire::messages::{Apart, StatusReply};
 
@@ -129,9 +129,26 @@ pub(crate) struct Consented {
     pub status: StatusReply,
     /// How it is to be brought up to date.
     pub options: SyncOptions,
-    pub given_up: Option<GivenUpWrites>,
-    /// What there is to say where nothing had to be given up.
-    pub said: Option<String>,
+    pub outcome: Outcome,
+}
+
+/// What a destination gave up, or what there is to say where nothing had to be.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Outcome {
+    given_up: Option<GivenUpWrites>,
+    said: Option<String>,
+}
+
+impl Outcome {
+    fn given_up(given_up: GivenUpWrites) -> Outcome {
+        Outcome { given_up: Some(given_up), said: None }
+    }
+
+    /// Adds it to the summary of the sync that follows.
+    pub(crate) fn tell(self, summary: &mut Summary) {
+        summary.given_up = self.given_up;
+        summary.warnings.extend(self.said);
+    }
 }
 
 /// Has a destination give up what only it has, so that it can be brought up to date.
@@ -147,11 +164,11 @@ pub(crate) fn consent(
     let (name, options) = (transfer.name, transfer.options);
     let known = facts(handle, &status, name, options)?;
     let mut later = SyncOptions { give_up: None, ..options.clone() };
-    let (status, given_up, said) = match loss(&known, &status, options)? {
+    let (status, outcome) = match loss(&known, &status, options)? {
         Loss::Nothing => {
             choose(&known, &status, &later)?;
             let said = said_of_nothing(&status, how);
-            (status, None, Some(said))
+            (status, Outcome { given_up: None, said: Some(said) })
         }
         Loss::Compared => {
             (later.adopt, later.overwrite) = (true, true);
@@ -163,7 +180,7 @@ pub(crate) fn consent(
                 refuse_other_content(&doubted, options)?;
             }
             choose(&facts(handle, &status, name, &later)?, &status, &later)?;
-            (status, Some(GivenUpWrites { since, bytes: None, saved: None }), None)
+            (status, Outcome::given_up(GivenUpWrites { since, bytes: None, saved: None }))
         }
         Loss::Since(apart) => {
             let expected = as_if_given_up(handle, status, apart)?;
@@ -171,16 +188,16 @@ pub(crate) fn consent(
             match options.dry_run {
                 true => {
                     let bytes = known.two.there.bytes.filter(|_| apart.since.is_some());
-                    (expected, Some(GivenUpWrites { since: apart.since, bytes, saved: None }), None)
+                    (expected, Outcome::given_up(GivenUpWrites { since: apart.since, bytes, saved: None }))
                 }
                 false => {
                     let (status, given_up) = transfer.give_up(apart)?;
-                    (status, Some(given_up), None)
+                    (status, Outcome::given_up(given_up))
                 }
             }
         }
     };
-    Ok(Consented { status, options: later, given_up, said })
+    Ok(Consented { status, options: later, outcome })
 }
 
 /// What a destination will be once it has given up what was written to it.

@@ -19,9 +19,9 @@ use crate::cut_hook::around;
 use crate::error::SyncError;
 use crate::options::{GiveUp, SyncOptions};
 use crate::plan::Choice;
-use crate::report::{GivenUpWrites, Progress, RunningTotals, Summary};
+use crate::report::{Progress, RunningTotals, Summary};
 use crate::source_end::account::Account;
-use crate::source_end::apart::{Consented, consent};
+use crate::source_end::apart::{Consented, Outcome, consent};
 use crate::source_end::live::Approach;
 use crate::source_end::member::{self, PlannedMember, at_view, pick};
 use crate::source_end::push::{bring, estimate};
@@ -151,10 +151,7 @@ impl<'a> GroupSession<'a> {
     pub(crate) fn round(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
         let done = self.give_up().and_then(|given_up| {
             let (group, mut members) = self.bring_together()?;
-            for (member, (given_up, said)) in members.iter_mut().zip(given_up) {
-                member.given_up = given_up;
-                member.warnings.extend(said);
-            }
+            members.iter_mut().zip(given_up).for_each(|(member, outcome)| outcome.tell(member));
             Ok((group, members))
         });
         let mut done = done.map_err(|error| self.named(error));
@@ -172,13 +169,13 @@ impl<'a> GroupSession<'a> {
     }
 
     /// Hears where the replicas are, and has them give up what only they have, if their user consents. All are asked first, so that a refusal finds
-    /// each as it was. What each gave up, and what there is to say where it did not.
-    fn give_up(&mut self) -> Result<Vec<(Option<GivenUpWrites>, Option<String>)>, SyncError> {
+    /// each as it was.
+    fn give_up(&mut self) -> Result<Vec<Outcome>, SyncError> {
         self.statuses.clear();
         for _ in self.group.members() {
             self.statuses.push(StatusReply::hear(self.receiver)?);
         }
-        let mut done = vec![(None, None); self.statuses.len()];
+        let mut done = vec![Outcome::default(); self.statuses.len()];
         let rounds: &[bool] = if self.options.dry_run { &[true] } else { &[true, false] };
         for &dry_run in rounds {
             for (at, handle) in self.group.members().iter().enumerate() {
@@ -187,9 +184,9 @@ impl<'a> GroupSession<'a> {
                 let transfer = Transfer { options: &asked, ..self.transfer(at, true) };
                 let consented = consent(handle, &transfer, self.statuses[at].clone(), how)?;
                 if dry_run == self.options.dry_run {
-                    let Consented { status, options, given_up, said } = consented;
+                    let Consented { status, options, outcome } = consented;
                     self.own[at] = [SyncOptions { hook: None, ..options.clone() }, options];
-                    (self.statuses[at], done[at]) = (status, (given_up, said));
+                    (self.statuses[at], done[at]) = (status, outcome);
                 }
             }
         }

@@ -117,10 +117,9 @@ fn consented(
     how: &GiveUp,
     begun: impl FnOnce(),
 ) -> Result<Summary, SyncError> {
-    let Consented { status, options, given_up, said } = consent(handle, &transfer, status, how)?;
+    let Consented { status, options, outcome } = consent(handle, &transfer, status, how)?;
     let mut summary = bring(handle, Transfer { options: &options, ..transfer }, status, begun)?;
-    summary.warnings.extend(said);
-    summary.given_up = given_up;
+    outcome.tell(&mut summary);
     Ok(summary)
 }
 
