@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::Result;
-use replica::{ReplicaError, ReplicaReader};
+use replica::{Released, ReplicaError, ReplicaReader};
 use source::{Handle, StateDir};
 use sync::{
     Class, DemoteOptions, DemoteSummary, LastWord, PromoteOptions, Promotion, Summary, SyncError, SyncOptions,
@@ -228,7 +228,14 @@ pub(crate) fn demote(
     let summary = summary.map_err(|error| not_demoted(error, source, &options, state))?;
     say_demotion(&summary, output);
     if !summary.dry_run {
-        tell(&summary, &ends, args, state, output)?;
+        let promoted = tell(&summary, &ends, (&args.far, args.own_journal_dir.as_deref()), false, state)?;
+        let (_, name) = ends.destination.place()?;
+        match (promoted, &summary.released) {
+            (Some(term), _) => say_promoted(&name, term, output),
+            (None, Some(Released { epoch, .. })) => output
+                .say(&format!("{name} can be promoted: it has all of epoch {}, the last one", epoch.number)),
+            (None, None) => {}
+        }
     }
     output.summary(&summary);
     Ok(())
@@ -282,50 +289,50 @@ fn push(
     Ok(summary)
 }
 
-/// Tells the replica that there was no more.
-fn tell(
+/// Tells the replica that there was no more. `peers` are the other disks of its group. Returns its term if it was promoted already.
+pub(crate) fn tell(
     summary: &DemoteSummary,
     ends: &Ends,
-    args: &args::Demote,
+    (far, own_journal_dir): (&args::FarArgs, Option<&Path>),
+    peers: bool,
     state: &StateDir,
-    output: &Output,
-) -> Result<()> {
+) -> Result<Option<u64>> {
     let (_, name) = ends.destination.place()?;
+    let path = summary.path.display();
     let Some(released) = summary.released else {
         if summary.bytes_unsure.is_none() {
             return Err(unknown_since(&summary.path, &name).into());
         }
+        let (what, each) = match peers {
+            true => ("the group there", ", and so for each disk of the group"),
+            false => (&*name, ""),
+        };
         return Err(Failure::refused(format!(
-            "{0} is demoted, with writes that {name} may not have. If {name} was not promoted, \"dsync promote --force {0}\" makes this the source again \
-             and loses nothing; then run this command again, which sends them. If it was promoted, sync from it; if it is to take over without them, \
-             promote it with --force first. Either overwrites them",
-            summary.path.display()
+            "{path} is demoted, with writes that {name} may not have. If {what} was not promoted, \"dsync promote --force {path}\" makes this the source \
+             again and loses nothing{each}; then run this command again, which sends them. If it was promoted, sync from it; if it is to take over \
+             without them, promote it with --force first. Either overwrites them"
         ))
         .into());
     };
-    let word =
-        LastWord { demoted: summary, released, state, own_journal_dir: args.own_journal_dir.as_deref() };
-    let told = ends.converse(&args.far, state, None, |link, path, name| {
-        word.give(link, path, name, &args.far.journal_dir)
-    });
-    let promoted = told.map_err(|error| {
+    let word = LastWord { demoted: summary, released, state, own_journal_dir };
+    let told =
+        ends.converse(far, state, None, |link, path, name| word.give(link, path, name, &far.journal_dir));
+    told.map_err(|error| {
         let again = match failure::code(&error) {
             failure::REFUSED => "",
             _ => ": run the command again, so that it can be promoted without --force",
         };
-        error.context(format!("{} is demoted, but {name} was not told so{again}", summary.path.display()))
-    })?;
-    output.say(&match promoted {
-        Some(term) => format!("{name} was promoted already (term {term})"),
-        None => {
-            format!("{name} can be promoted: it has all of epoch {}, the last one", released.epoch.number)
-        }
-    });
-    Ok(())
+        error.context(format!("{path} is demoted, but {name} was not told so{again}"))
+    })
+}
+
+/// Says that a replica went on already.
+pub(crate) fn say_promoted(name: &str, term: u64, output: &Output) {
+    output.say(&format!("{name} was promoted already (term {term})"));
 }
 
 /// Why a replica is not told that there was no more, by a disk that was demoted without knowing what was written to it.
-pub(crate) fn unknown_since(path: &Path, name: &str) -> Failure {
+fn unknown_since(path: &Path, name: &str) -> Failure {
     let path = path.display();
     Failure::refused(format!(
         "{path} was demoted without knowing what was written to it, so {name} was not told that it has all. If {name} is to take over without those \

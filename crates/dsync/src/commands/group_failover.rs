@@ -5,14 +5,12 @@ use std::path::Path;
 
 use anyhow::Result;
 use source::{GroupHandle, StateDir};
-use sync::{
-    DemoteOptions, DemoteSummary, GroupSummary, LastWord, PromoteOptions, Summary, SyncError, SyncOptions,
-};
+use sync::{DemoteOptions, DemoteSummary, GroupSummary, PromoteOptions, Summary, SyncError, SyncOptions};
 
 use crate::args;
-use crate::commands::failover::{self, not_promoted, say_demotion, say_promotion, unknown_since};
+use crate::commands::failover::{self, not_promoted, say_demotion, say_promotion};
 use crate::commands::group_command::tell;
-use crate::failure::{self, Failure};
+use crate::failure::Failure;
 use crate::jobs::steering::Steering;
 use crate::machine;
 use crate::output::Output;
@@ -160,45 +158,16 @@ impl Demoting<'_> {
         let Some(destination) = &self.destination else { return Ok(()) };
         let (_, shown) = destination.place()?;
         for summary in demoted {
-            self.tell_one(summary, destination)?;
+            let source = Location::parse(&format!("./{}", summary.path.display()))?;
+            let ends = Ends { source, destination: destination.within(Path::new(&summary.file)) };
+            if let Some(term) = failover::tell(summary, &ends, (&self.args.far, None), true, self.state)? {
+                failover::say_promoted(&ends.destination.place()?.1, term, self.output);
+            }
         }
         let name = self.name;
         self.output.say(&format!(
             "group {name} in {shown} can be promoted: \"dsync promote --group\" of that folder, where it is"
         ));
-        Ok(())
-    }
-
-    fn tell_one(&self, summary: &DemoteSummary, destination: &Location) -> Result<()> {
-        let path = summary.path.display();
-        let destination = destination.within(Path::new(&summary.file));
-        let (_, name) = destination.place()?;
-        let Some(released) = summary.released else {
-            if summary.bytes_unsure.is_none() {
-                return Err(unknown_since(&summary.path, &name).into());
-            }
-            return Err(Failure::refused(format!(
-                "{path} is demoted, with writes that {name} may not have. If the group there was not promoted, \"dsync promote --force {path}\" \
-                 makes this the source again and loses nothing, and so for each disk of the group; then run this command again, which sends them. If it \
-                 was promoted, sync from it; if it is to take over without them, promote it with --force first. Either overwrites them"
-            ))
-            .into());
-        };
-        let ends = Ends { source: Location::parse(&format!("./{path}"))?, destination };
-        let word = LastWord { demoted: summary, released, state: self.state, own_journal_dir: None };
-        let told = ends.converse(&self.args.far, self.state, None, |link, path, name| {
-            word.give(link, path, name, &None)
-        });
-        let promoted = told.map_err(|error| {
-            let again = match failure::code(&error) {
-                failure::REFUSED => "",
-                _ => ": run the command again, so that it can be promoted without --force",
-            };
-            error.context(format!("{path} is demoted, but {name} was not told so{again}"))
-        })?;
-        if let Some(term) = promoted {
-            self.output.say(&format!("{name} was promoted already (term {term})"));
-        }
         Ok(())
     }
 }
