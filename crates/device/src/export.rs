@@ -42,6 +42,17 @@ impl ExportUri {
         Some(ExportUri::parse(text).map_err(failed))
     }
 
+    /// Names the socket by a path without links, if that can be found: so one export has one name.
+    pub fn without_links(self) -> ExportUri {
+        match self {
+            ExportUri { server: NbdServer::Unix(socket), export } => {
+                let server = NbdServer::Unix(std::fs::canonicalize(&socket).unwrap_or(socket));
+                ExportUri { server, export }
+            }
+            other => other,
+        }
+    }
+
     fn parse(text: &str) -> Result<ExportUri, &'static str> {
         let (scheme, rest) = text.split_once("://").ok_or("it has no scheme")?;
         let (rest, query) = rest.split_once('?').map_or((rest, None), |(rest, query)| (rest, Some(query)));

@@ -60,7 +60,7 @@ pub use identity::{DiskKind, Identity, identity, identity_of};
 pub use local_socket::listen_at;
 pub use lock::{Access, ImageLock, lock_image};
 pub use medium::clock::{Boot, Clock, Life, grain, stamps_apart};
-pub use medium::storage::{Storage, loop_file};
+pub use medium::storage::{Storage, parts_of};
 pub use medium::written::{WriteCounts, WriteTimes, WriteWatch};
 pub use medium::{Gauge, Medium, MediumChange, agree, disk_id, hash_of, masked};
 pub use moment::{moment, moments};

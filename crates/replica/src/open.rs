@@ -20,6 +20,23 @@ use crate::state::role::Promoted;
 /// Places at which a device is looked at before a first copy to it.
 const SAMPLES: u64 = 64;
 
+/// Locks a file or a device for its only writer. `None` where its file system has no locks, or what opens it locks it.
+fn lock_image(path: &Path, format: Format) -> Result<Option<device::ImageLock>> {
+    let busy = |holder| ReplicaError::Busy { path: path.to_path_buf(), holder };
+    if let Some(user) = device::in_use(path) {
+        return Err(busy(user));
+    }
+    let locked = match format {
+        Format::Raw => device::lock_image(path, device::Access::Write).map(Some),
+        Format::Qcow2 => qcow2::free(path, device::Access::Write).map(|()| None),
+    };
+    locked.or_else(|e| match e.dsync_holder() {
+        _ if e.kind() == device::DeviceErrorKind::Unsupported => Ok(None),
+        Some(process) => Err(busy(format!("{process}, has it open: if it serves it, stop that server"))),
+        None => Err(e.into()),
+    })
+}
+
 impl Replica {
     /// Opens the replica at `path`, or the path for a new one. Completes or rolls back what a crash left; [`crate::Status::recovered`] tells.
     ///
@@ -52,32 +69,21 @@ impl Replica {
             Err(holder) => return Err(ReplicaError::Busy { path, holder }),
         };
         let opened = (|| {
+            // Another command may have made it, or put another thing in its place, before this one had the lock.
+            if locate(&path, options)?.1 != kind {
+                let holder = "another command has just made it".into();
+                return Err(ReplicaError::Busy { path: path.clone(), holder });
+            }
             let lineage = Lineage::load(&folder)?;
             if let Some(lineage) = &lineage {
                 refuse_others_state(lineage, &path, &folder_path, options)?;
             }
             let format = format_of(&path, kind, lineage.as_ref(), options)?;
             // Who else uses an export, only its server knows.
-            let local = kind.filter(|kind| *kind != DestinationKind::Export);
-            if let Some(user) = local.and_then(|_| device::in_use(&path)) {
-                return Err(ReplicaError::Busy { path: path.clone(), holder: user });
-            }
-            let lock = || match format {
-                Format::Raw => device::lock_image(&path, device::Access::Write).map(Some),
-                // What opens it locks it.
-                Format::Qcow2 => qcow2::free(&path, device::Access::Write).map(|()| None),
+            let image = match kind.filter(|kind| *kind != DestinationKind::Export) {
+                Some(_) => lock_image(&path, format)?,
+                None => None,
             };
-            let image = local.map_or(Ok(None), |_| lock()).or_else(|e| {
-                // A file system without locks knows nothing of other users.
-                match e.dsync_holder() {
-                    _ if e.kind() == device::DeviceErrorKind::Unsupported => Ok(None),
-                    Some(process) => {
-                        let holder = format!("{process}, has it open: if it serves it, stop that server");
-                        Err(ReplicaError::Busy { path: path.clone(), holder })
-                    }
-                    None => Err(e.into()),
-                }
-            })?;
             let destination: Box<dyn Destination> = match kind {
                 Some(DestinationKind::Device) => Box::new(DeviceDestination::new(path.clone())?),
                 Some(DestinationKind::Export) => Box::new(ExportDestination::new(&path, options.doubt)?),

@@ -153,7 +153,7 @@ impl Site for SimSite {
         World::open_replica(&self.process, target, &name, options)
     }
 
-    fn settle(&self, _path: &Path) -> replica::Result<()> {
+    fn settle(&self, _path: &Path, _options: &ReplicaOptions) -> replica::Result<()> {
         // None but former sources are read.
         Ok(())
     }

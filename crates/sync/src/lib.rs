@@ -72,7 +72,9 @@ pub use replica_end::pull::{Pull, PullClient, PullContext, SourceInfo, SourceReq
 pub use replica_end::receive::receive_over;
 pub use replica_end::receive::{receive, receive_within};
 pub use report::{GivenUpWrites, Progress, Summary};
-pub use roles::attach::{ToldMember, attach, attach_group, attach_told_group, follow, follow_group, resized};
+pub use roles::attach::{
+    ToldMember, attach, attach_group, attach_told_group, follow, follow_group, resized, settle,
+};
 pub use roles::demote::{DemoteOptions, DemoteSummary, LastSync, demote};
 pub use roles::group_demote::{Afterwards, LastGroupSync, demote_group};
 pub use roles::group_promote::{GroupPromotion, promote_group};

@@ -45,11 +45,28 @@ pub trait Site: Sync {
     /// # Errors
     /// As [`Replica::open`].
     fn open(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<Replica>;
+    /// The names by which the disk at a path may be a replica, and the folder of its state where that is not the usual one. The path itself is the
+    /// first.
+    fn names_of(&self, path: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
+        vec![(path.to_path_buf(), None)]
+    }
     /// Completes what a crash left of a commit, where a replica is to be read as a disk: [`replica::settle`].
     ///
     /// # Errors
     /// As [`replica::settle`].
-    fn settle(&self, path: &Path) -> replica::Result<()>;
+    fn settle(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<()>;
+    /// True if a commit to a replica may be under way: [`replica::is_committing`].
+    ///
+    /// # Errors
+    /// As [`replica::is_committing`].
+    fn is_committing(
+        &self,
+        _path: &Path,
+        _lineage: &Lineage,
+        _options: &replica::ReplicaOptions,
+    ) -> replica::Result<bool> {
+        Ok(false)
+    }
     /// The source of a path, an export name or an id, and its present path: [`source::StateDir::source`].
     ///
     /// # Errors

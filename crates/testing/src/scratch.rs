@@ -47,6 +47,13 @@ pub fn profile_dir() -> PathBuf {
         .expect("a test lies in target/PROFILE/deps")
 }
 
+/// A device whose writes the kernel counts, whatever was set of its number before.
+fn counted(device: PathBuf) -> PathBuf {
+    let name = device.file_name().unwrap_or_default();
+    let _ = std::fs::write(Path::new("/sys/block").join(name).join("queue/iostats"), "1");
+    device
+}
+
 /// A loop device over an image, detached with the value.
 pub struct Loop(PathBuf);
 
@@ -59,12 +66,12 @@ impl Loop {
     /// Attaches with these options of losetup; `None` where that is not allowed.
     pub fn with(options: &[&str], image: &Path) -> Option<Loop> {
         let options = ["--find", "--show"].iter().chain(options).map(OsStr::new);
-        run("losetup", options.chain([image.as_os_str()])).map(|device| Loop(device.into()))
+        run("losetup", options.chain([image.as_os_str()])).map(|device| Loop(counted(device.into())))
     }
 
     /// Attaches as the device of this name; `None` where that is not allowed.
     pub fn named(device: &Path, image: &Path) -> Option<Loop> {
-        run("losetup", [device, image]).map(|_| Loop(device.to_path_buf()))
+        run("losetup", [device, image]).map(|_| Loop(counted(device.to_path_buf())))
     }
 
     /// The device.

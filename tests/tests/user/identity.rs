@@ -9,7 +9,7 @@ use std::time::Duration;
 use dsync_tests::far::Far;
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::tracked::Untrack;
-use dsync_tests::{Run, Scene, Site, got, image, need, need_root, skipped, until};
+use dsync_tests::{Run, Scene, Site, find, got, image, need, need_root, skipped, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -156,6 +156,105 @@ fn a_replica_that_is_not_complete_is_no_source() {
     site.dsync(["forget", "--journal-dir"]).arg(site.path(".vm.raw.dsync")).arg(&replica).ok();
     site.sync(&replica, &second, &[]).ok();
     image::assert_equal(&replica, &second);
+}
+
+/// A replica between two epochs is one by whatever name it is read: a link, a loop device over it, without the option that its state is elsewhere.
+#[test]
+fn a_replica_that_is_not_complete_is_no_source_by_another_name() {
+    for is_elsewhere in [false, true] {
+        let mut scene = Scene::synced("an incomplete source by another name", 32 * MIB);
+        let far = Far::new(RSH);
+        let site = &far.site;
+        let (replica, second, link) = (far.replica(), site.path("second.raw"), site.path("link.raw"));
+        let elsewhere = site.path("elsewhere");
+        let there = ["--journal-dir", elsewhere.to_str().expect("UTF-8")];
+        let options = if is_elsewhere { &there[..] } else { &[] };
+        far.sync(&scene, options, None).ok();
+        std::fs::hard_link(&replica, &link).expect("a link");
+        scene.change(1200);
+        let in_place = [options, &["--commit", "in-place"]].concat();
+        assert!(
+            !far.sync(&scene, &in_place, Some(2 * MIB)).output().status.success(),
+            "it was to be cut off"
+        );
+        for name in [&replica, &link] {
+            site.sync(name, &second, &[]).code(4).says(&["cut off between"]);
+        }
+        let device = match need_root("a replica beneath a loop device") {
+            true => Loop::with(&["--read-only"], &replica),
+            false => None,
+        };
+        if let Some(device) = &device {
+            site.sync(device.device(), &second, &[]).code(6).says(&["is in use (the backing of"]);
+        }
+        for name in [&*link].into_iter().chain(device.as_ref().map(Loop::device)) {
+            let served = site.dsync(["serve"]).arg(name).arg("--socket").arg(site.socket("s"));
+            served.code(4).says(&["is a replica of source"]);
+        }
+        assert!(!second.exists(), "something was copied");
+        drop(device);
+        far.sync(&scene, options, None).ok();
+        image::assert_equal(&scene.image, &replica);
+        site.sync(&link, &second, &[]).ok();
+        image::assert_equal(&replica, &second);
+    }
+}
+
+/// Between the look at a replica and its opening as a source a sync to it may begin.
+#[test]
+fn a_replica_to_which_a_sync_begins_meanwhile_is_not_read() {
+    let mut scene = Scene::synced("a source that becomes incomplete", 32 * MIB);
+    let far = Far::new(RSH);
+    far.sync(&scene, &[], None).ok();
+    let site = &far.site;
+    let (replica, second) = (far.replica(), site.path("second.raw"));
+    site.sync(&replica, &second, &[]).ok();
+    scene.change(1200);
+    // Whoever opens a source holds it for a moment.
+    let lock = File::open(site.state().join("sources/lock")).expect("a lock");
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    let reading = site.sync(&replica, &second, &[]).start();
+    let asleep = format!("/proc/{}/wchan", reading.pid().as_raw_nonzero());
+    until("a sync that has looked at its source", || {
+        std::fs::read_to_string(&asleep).is_ok_and(|at| at.contains("nanosleep"))
+    });
+    assert!(
+        !far.sync(&scene, &["--commit", "in-place"], Some(2 * MIB)).output().status.success(),
+        "it was to be cut off"
+    );
+    drop(lock);
+    let read = reading.output(Duration::from_secs(60));
+    assert_eq!(read.status.code(), Some(6), "{read}");
+    read.says(&["a sync to it has begun"]);
+    far.sync(&scene, &[], None).ok();
+    site.sync(&replica, &second, &[]).ok();
+    image::assert_equal(&scene.image, &second);
+}
+
+/// Between the look at a destination and its lock another command may make it, and others may open it since.
+#[test]
+fn a_replica_that_is_made_meanwhile_is_looked_at_anew() {
+    let what = "a replica that is made meanwhile";
+    if !need(&["strace"], what) {
+        return;
+    }
+    let scene = Scene::new(what, 8 * MIB);
+    let strace = scene.site.run(&find("strace").expect("strace"));
+    let slow = ["-f", "-e", "trace=flock", "-e", "inject=flock:delay_enter=4000000:when=1"];
+    let sync = strace
+        .args(slow)
+        .arg(dsync_tests::site::binary())
+        .arg("sync")
+        .arg(&scene.image)
+        .arg(&scene.replica)
+        .start();
+    until("a sync that is to lock its replica", || sync.stderr_so_far().contains("flock("));
+    scene.sync(&[]).ok();
+    let late = sync.output(Duration::from_secs(60));
+    assert_eq!(late.status.code(), Some(6), "{late}");
+    late.says(&["another command has just made it"]);
+    scene.sync(&[]).ok();
+    scene.equal();
 }
 
 /// What goes wrong at the end of one disk leaves the others closed in order.

@@ -271,6 +271,26 @@ fn another_disk_under_the_name_gets_nothing_of_an_interrupted_commit() {
     image::assert_equal(&vm, &empty);
 }
 
+/// One export has one replica, whatever name leads to its socket.
+#[test]
+fn a_link_to_the_socket_of_a_server_is_another_name_of_the_replica() {
+    if !need(&["qemu-nbd"], "a link to the socket of an NBD server") {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new("a link to a socket"));
+    let [vm, back] = images(&site, &mut random);
+    let export = Export::of(&site, &back, &[]);
+    let uri = export.uri();
+    site.sync(&vm, &uri, &[]).ok();
+    let (before, socket) = uri.to_str().and_then(|uri| uri.split_once("?socket=")).expect("a socket");
+    let link = site.path("link");
+    std::os::unix::fs::symlink(socket, &link).expect("a link");
+    image::scribble(&vm, 9 * MIB, BLOCK, &mut random);
+    site.sync(&vm, Path::new(&format!("{before}?socket={}", link.display())), &[]).ok();
+    image::assert_equal(&vm, &back);
+    site.sync(&vm, &uri, &[]).ok();
+}
+
 /// A server shows an older copy of the same source, which agrees with the newest in all but what the last delta changed.
 #[test]
 fn an_older_copy_under_the_name_gets_no_delta() {

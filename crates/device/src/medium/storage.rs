@@ -99,10 +99,29 @@ impl Storage {
 }
 
 /// The file over which a loop device is; `None` of anything else.
-pub fn loop_file(device: &Path) -> Option<PathBuf> {
+fn loop_file(device: &Path) -> Option<PathBuf> {
     let found = std::fs::metadata(device).ok().filter(|found| found.file_type().is_block_device())?;
     let file = std::fs::read_to_string(sysfs(found.rdev()).join("loop/backing_file")).ok()?;
     Some(PathBuf::from(file.trim_end_matches('\n')))
+}
+
+/// What the device at `path` is all or a part of, the nearest first: the file of a loop device, the disk of a partition, and what these are of.
+pub fn parts_of(path: &Path) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    while found.len() < MOST {
+        let at = found.last().map_or(path, PathBuf::as_path);
+        let Some(next) = loop_file(at).or_else(|| disk_of(at)) else { break };
+        found.push(next);
+    }
+    found
+}
+
+/// The disk of a partition; `None` of anything else.
+fn disk_of(device: &Path) -> Option<PathBuf> {
+    let found = std::fs::metadata(device).ok().filter(|found| found.file_type().is_block_device())?;
+    let place = std::fs::canonicalize(sysfs(found.rdev())).ok()?;
+    let disk = place.parent()?.file_name()?;
+    place.join("partition").exists().then(|| Path::new("/dev").join(disk))
 }
 
 /// The numbers (diskseq) of the disks on which the file or device at `path` is, outermost first, as far as each is on one

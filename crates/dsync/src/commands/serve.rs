@@ -12,7 +12,6 @@ use device::{Disk, ExportUri, NbdServer};
 use extents::Bitmap;
 use nbd::{BlockStatus, Context, Export, ExportInfo, ExportRefusal, Exports, state};
 use source::{ControlServer, SharedView, Source, SourceGroup, StateDir, export_name};
-use sync::Site as _;
 
 use crate::Failure;
 use crate::args;
@@ -463,8 +462,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
 
 /// Refuses a replica that holds what its source never was, and says of any other what its clients see.
 fn check_whole(image: &Path, state: &StateDir, output: &Output) -> Result<()> {
-    state.settle(image)?;
-    if state.lineage(image, &state.opening(None))?.is_some_and(|lineage| lineage.role.promoted.is_none()) {
+    if sync::settle(state, image)? {
         output.warn(&format!(
             "{0} is a replica: clients that read it while a sync commits see parts of two moments. {0}@now shows one",
             image.display()

@@ -24,6 +24,7 @@ use crate::past::{self, GivenUpPast, PastSettings};
 use crate::replica::Replica;
 use crate::state::destination::{Destination, FileDestination, Name};
 use crate::state::lineage::{self, Lineage, State, StepKind, Unsure};
+use crate::state::locate::folder_beside;
 use crate::state::note::{self, Foreign};
 use crate::state::role::Role;
 
@@ -175,6 +176,26 @@ impl KnownReplicas {
     pub fn folder_of(&self, path: &Path) -> io::Result<Option<PathBuf>> {
         let mut entries = self.entries()?.into_iter().filter(|entry| entry.path == path);
         Ok(entries.find(|entry| entry.folder.is_dir()).map(|entry| entry.folder))
+    }
+
+    /// The replicas in the list that are the file at `path` and whose state is not in the folder beside that: by this name or, if the file has
+    /// several, by another. Their paths, and the folders of their state.
+    ///
+    /// # Errors
+    /// If the list cannot be read.
+    pub fn of_file(&self, path: &Path) -> io::Result<Vec<(PathBuf, PathBuf)>> {
+        use std::os::unix::fs::MetadataExt;
+        let Ok(at) = std::fs::canonicalize(path) else { return Ok(Vec::new()) };
+        // Others are not looked at: their file system may be away, and hang.
+        let linked = std::fs::metadata(&at).ok().filter(|file| file.is_file() && file.nlink() > 1);
+        let is_same = |other: &Path| {
+            let file = linked.as_ref().zip(std::fs::metadata(other).ok());
+            file.is_some_and(|(one, other)| (one.dev(), one.ino()) == (other.dev(), other.ino()))
+        };
+        let mut entries = self.entries()?;
+        let usual = folder_beside(&at);
+        entries.retain(|entry| entry.folder != usual && (entry.path == at || is_same(&entry.path)));
+        Ok(entries.into_iter().map(|entry| (entry.path, entry.folder)).collect())
     }
 
     /// The folder of the state of a replica on a device that is away, or of one whose state cannot be read, by the path that [`KnownReplica`] has.

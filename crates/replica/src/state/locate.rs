@@ -24,7 +24,7 @@ use crate::state::lineage::Lineage;
 use crate::state::options::ReplicaOptions;
 
 /// The folder of a file's replica.
-fn folder_beside(file: &Path) -> PathBuf {
+pub(crate) fn folder_beside(file: &Path) -> PathBuf {
     let mut name = std::ffi::OsString::from(".");
     name.push(file.file_name().unwrap_or_default());
     name.push(".dsync");
@@ -48,7 +48,7 @@ pub(crate) fn locate(
     options: &ReplicaOptions,
 ) -> Result<(PathBuf, Option<DestinationKind>, PathBuf)> {
     if let Some(uri) = ExportUri::of(path) {
-        let uri = uri.map_err(|error| ReplicaError::Refused(error.to_string()))?.to_string();
+        let uri = uri.map_err(|error| ReplicaError::Refused(error.to_string()))?.without_links().to_string();
         let folder = match &options.folder {
             Some(folder) => folder.clone(),
             None => {

@@ -49,8 +49,27 @@ impl Site for StateDir {
         Replica::open(path, options)
     }
 
-    fn settle(&self, path: &Path) -> replica::Result<()> {
-        replica::settle(path, &open_options(None, self))
+    fn names_of(&self, path: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
+        let mut names = vec![(path.to_path_buf(), None)];
+        names.extend(device::parts_of(path).into_iter().map(|part| (part, None)));
+        let known = known_replicas(self);
+        let listed: Vec<_> =
+            names.iter().flat_map(|(name, _)| known.of_file(name).unwrap_or_default()).collect();
+        names.extend(listed.into_iter().map(|(name, folder)| (name, Some(folder))));
+        names
+    }
+
+    fn settle(&self, path: &Path, options: &replica::ReplicaOptions) -> replica::Result<()> {
+        replica::settle(path, options)
+    }
+
+    fn is_committing(
+        &self,
+        path: &Path,
+        lineage: &Lineage,
+        options: &replica::ReplicaOptions,
+    ) -> replica::Result<bool> {
+        replica::is_committing(path, lineage, options)
     }
 
     fn source(&self, what: &str) -> Result<Option<(PathBuf, SourceMetadata)>, SourceError> {

@@ -6,21 +6,26 @@ use source::{AtRest, GroupHandle, Handle, SourceError, SourceOptions, StateDir};
 
 use crate::error::SyncError;
 use crate::roles::ended::demoted_disks;
-use crate::roles::{refuse_demoted, refuse_unfinished};
+use crate::roles::{SeenReplica, look_at, refuse_demoted, refuse_unfinished};
 use crate::site::Site;
 
 /// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first.
 pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
-    settle(state, what)?;
+    let path = path_of(state, what)?;
+    ready(state, &path)?;
+    let seen = look_at(&path, state)?;
     // A replica is read as the disk that it is.
-    let at = |path: &Path| state.lineage(path, &state.opening(None)).ok().flatten();
-    let lineage = at(Path::new(what));
-    let format = lineage.as_ref().map(|lineage| lineage.format).filter(|format| !format.is_raw());
-    let format = options.format.or(format);
+    let own = seen.iter().find(|seen| seen.path == path).map(|seen| seen.lineage.format);
+    let format = options.format.or(own.filter(|format| !format.is_raw()));
     let handle = unshrunk(state.attach(what, &SourceOptions { format, ..options.clone() })?)?;
-    let beneath = || at(&device::loop_file(&handle.about().path)?);
-    let passes_on = lineage.or_else(beneath).filter(|lineage| lineage.role.promoted.is_none());
-    passes_on.map_or(Ok(()), |lineage| handle.passes_on(&lineage.role.lives))?;
+    // It was not held before.
+    if look_at(&path, state)? != seen {
+        let holder = "a sync to it has begun".into();
+        return Err(SourceError::Busy { path, holder }.into());
+    }
+    let is_replica = |seen: &&SeenReplica| seen.lineage.role.promoted.is_none();
+    let passes_on = seen.first().filter(is_replica);
+    passes_on.map_or(Ok(()), |seen| handle.passes_on(&seen.lineage.role.lives))?;
     Ok(handle)
 }
 
@@ -29,7 +34,7 @@ pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<H
 /// # Errors
 /// `Refused` by a source if its writes are not recorded.
 pub fn follow(state: &StateDir, what: &str) -> Result<Handle, SyncError> {
-    settle(state, what)?;
+    ready(state, &path_of(state, what)?)?;
     unshrunk(Handle::attach_followed(state, what)?)
 }
 
@@ -50,14 +55,30 @@ pub fn resized(path: &Path, (now, offers): (u64, u64)) -> String {
     )
 }
 
-/// Completes what was interrupted of a disk, before it is read.
-fn settle(state: &dyn Site, what: &str) -> Result<(), SyncError> {
-    let path = state.source(what)?.map_or_else(|| PathBuf::from(what), |(_, about)| about.path);
-    if state.exists(&path) {
-        refuse_demoted(&path, state)?;
-        state.settle(&path)?;
+/// The present path of a disk, or of what is known by that name.
+fn path_of(state: &dyn Site, what: &str) -> Result<PathBuf, SyncError> {
+    Ok(state.source(what)?.map_or_else(|| PathBuf::from(what), |(_, about)| about.path))
+}
+
+/// Completes what was interrupted of a disk, before it is read as a source.
+fn ready(state: &dyn Site, path: &Path) -> Result<(), SyncError> {
+    if state.exists(path) {
+        refuse_demoted(path, state)?;
+        settle(state, path)?;
     }
     Ok(())
+}
+
+/// Completes what was interrupted of a disk, before it is read. True if it is a replica.
+///
+/// # Errors
+/// As [`replica::settle`].
+pub fn settle(state: &dyn Site, path: &Path) -> Result<bool, SyncError> {
+    let seen = look_at(path, state)?;
+    for SeenReplica { path, folder, .. } in &seen {
+        state.settle(path, &state.opening(folder.as_deref()))?;
+    }
+    Ok(seen.iter().any(|seen| seen.lineage.role.promoted.is_none()))
 }
 
 /// Attaches to the members of a group, which have to be of one promotion.
@@ -73,7 +94,7 @@ pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Re
 /// `Refused` by a source if the writes to one of them are not recorded.
 pub fn follow_group(state: &StateDir, name: &str) -> Result<GroupHandle, SyncError> {
     attach_members(state, name, |path| {
-        settle(state, path)?;
+        ready(state, &path_of(state, path)?)?;
         let unserved = || {
             SourceError::Refused(format!(
                 "{path} is not served, so its writes are not recorded: serve all members with \"dsync serve --group {name}\""

@@ -18,13 +18,38 @@ use crate::error::SyncError;
 use crate::roles::ended::ended_with;
 use crate::site::Site;
 
-/// What is written down of a replica at `path`; `None` if there is none, or nothing at all.
+/// What is written down of the replica at `path`; `None` if there is none, or nothing at all.
 fn lineage(path: &Path, state: &dyn Site) -> Result<Option<Lineage>, SyncError> {
-    match state.lineage(path, &state.opening(None)) {
-        // Opening it next reports a better error.
-        Err(_) if !state.exists(path) => Ok(None),
-        other => Ok(other?),
+    Ok(look_at(path, state)?.into_iter().next().map(|seen| seen.lineage))
+}
+
+/// What is written down of a replica, and whether a commit may be under way.
+#[derive(PartialEq)]
+pub(crate) struct SeenReplica {
+    pub path: PathBuf,
+    pub folder: Option<PathBuf>,
+    pub lineage: Lineage,
+    commits: bool,
+}
+
+/// The replicas that the disk at `path` is: by its name, or by that of a file or disk of which it is all or a part. By another name one that was
+/// promoted is a disk like any.
+pub(crate) fn look_at(path: &Path, state: &dyn Site) -> Result<Vec<SeenReplica>, SyncError> {
+    let mut seen = Vec::new();
+    for (at, folder) in state.names_of(path) {
+        let options = state.opening(folder.as_deref());
+        let lineage = match state.lineage(&at, &options) {
+            // Opening it next reports a better error.
+            Err(_) if !state.exists(&at) => continue,
+            other => other?,
+        };
+        let Some(lineage) = lineage.filter(|lineage| at == path || lineage.role.promoted.is_none()) else {
+            continue;
+        };
+        let commits = state.is_committing(&at, &lineage, &options)?;
+        seen.push(SeenReplica { path: at, folder, lineage, commits });
     }
+    Ok(seen)
 }
 
 /// Refuses a replica whose promotion was interrupted: it is neither.
