@@ -465,6 +465,39 @@ fn a_first_copy_says_what_it_wrote() {
     }
 }
 
+/// A replica that keeps its past goes on with no clone, and each pass over a live disk goes on with what the last one brought.
+#[test]
+fn passes_reach_a_replica_that_is_committed_by_reflink_and_keeps_its_past() {
+    let what = "a tracked disk whose replica is committed by reflink and keeps its past";
+    if !need(&["mkfs.xfs"], what) {
+        return;
+    }
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, disk) = (&tracked.site, tracked.device());
+    let image = site.path("xfs.img");
+    std::fs::File::create(&image).and_then(|file| file.set_len(512 * MIB)).expect("an image");
+    Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&image).ok();
+    let Some(_mount) = Mount::new(&["-o", "loop"], &image, &site.path("xfs")) else {
+        return dsync_tests::skipped(what, "XFS cannot be mounted");
+    };
+    let copy = site.path("xfs/copy.raw");
+    let mut random = Random::new(what);
+    for method in ["auto", "compare", "auto", "copy", "auto"] {
+        std::fs::write(tracked.place.join("file"), random.bytes(20 << 20)).expect("a write");
+        Run::new("sync").arg("-f").arg(&tracked.place).ok();
+        let how = ["--commit", "reflink", "--keep-last", "9", "--method", method];
+        let summary = site.sync(disk, &copy, &how).ok().summary();
+        // Nothing is read twice but what was written meanwhile.
+        let most = if method == "auto" { 30 * MIB } else { 70 * MIB };
+        assert!(number(&summary, "bytes_read") < most || summary["trust"] == "seeded", "{summary}");
+    }
+    Run::new("umount").arg(&tracked.place).ok();
+    site.sync(disk, &copy, &["--commit", "reflink"]).ok();
+    Run::new("cmp").arg(disk).arg(&copy).ok();
+    let moments = site.dsync(["rewind", "--json"]).arg(&copy).ok().summary();
+    assert_eq!(moments["moments"].as_array().map(Vec::len), Some(5), "{moments}");
+}
+
 #[test]
 fn two_first_syncs_at_once_agree_on_what_the_disk_is() {
     let what = "two first syncs of one tracked disk at once";

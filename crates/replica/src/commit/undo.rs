@@ -121,7 +121,7 @@ impl Replica {
     }
 
     /// True if what a delta replaces is kept, by what is asked for now.
-    pub(crate) fn keeps_past(&self) -> bool {
+    pub fn keeps_past(&self) -> bool {
         self.options().keep.as_ref().map_or(self.settings().is_some(), |keep| !keep.is_nothing())
     }
 

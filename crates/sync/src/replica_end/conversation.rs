@@ -389,7 +389,12 @@ impl ReplicaEnd<'_> {
         let status = replica.status().clone();
         let disk = plan.compare.as_ref().map(|_| replica.content()).transpose()?;
         let header = to_unit(message).map_err(|m| unexpected(&m))?;
-        let receipt = replica.receive(header, open.commit)?;
+        let commit = match open.commit {
+            // No other delta goes on with a clone of a replica that keeps its past.
+            CommitMode::Reflink if plan.pass && replica.keeps_past() => CommitMode::Journal,
+            asked => asked,
+        };
+        let receipt = replica.receive(header, commit)?;
         if let Some(kept) = &mut kept {
             kept.begin(plan.compare.as_ref(), receipt.header(), &status)?;
         }
