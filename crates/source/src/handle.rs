@@ -278,6 +278,7 @@ impl Handle {
                 views: 0,
                 kept_bytes: 0,
                 lost: live.lost()?,
+                flush_failed: None,
                 mirrored: Default::default(),
             }),
             Holder::Server(client, _) => client.status(&self.history()?),

@@ -867,6 +867,9 @@ impl CurrentCache {
 }
 
 impl Disk for TrackedDisk {
+    fn failed(&self) -> Option<String> {
+        self.shared.disk.failed()
+    }
     fn len(&self) -> u64 {
         self.shared.disk.len()
     }

@@ -261,6 +261,9 @@ fn a_flush_that_failed_is_never_followed_by_one_that_succeeds() {
     std::fs::remove_file(&fails).expect("the file");
     client.flush().expect_err("nor was it");
     site.sync(&image, &replica, &[]).code(1).says(&["an earlier flush failed", "start it again"]);
+    let checked = site.dsync(["status", "--check"]).code(1).text();
+    assert!(checked.contains("a flush failed (") && checked.contains("start the server again"), "{checked}");
+    assert!(site.dsync(["status"]).ok().text().contains("flush failed"), "the table does not say so");
     drop(client);
     server.kill();
     // The disk has what it has, and so has the replica from then on.

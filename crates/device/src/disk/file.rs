@@ -453,6 +453,9 @@ impl FileDisk {
 }
 
 impl Disk for FileDisk {
+    fn failed(&self) -> Option<String> {
+        self.failed.get().map(|(_, why)| why.clone())
+    }
     fn len(&self) -> u64 {
         self.len.load(Ordering::Acquire)
     }

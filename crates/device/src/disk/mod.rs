@@ -189,6 +189,10 @@ pub trait Disk: Send + Sync {
         false
     }
 
+    /// Why flushes fail for good: one has failed, and what was written before that may be lost.
+    fn failed(&self) -> Option<String> {
+        None
+    }
     /// The error of what would change the disk, where that cannot be changed: what is not implemented of writing returns it.
     fn read_only(&self) -> io::Error {
         io::Error::new(io::ErrorKind::PermissionDenied, "this disk is only read")

@@ -390,6 +390,16 @@ impl SourceStatus {
         sizes.filter(|(now, offers)| now != offers).map(|sizes| sync::resized(&self.path, sizes))
     }
 
+    /// What is wrong with what its server wrote.
+    pub(crate) fn flush_failed(&self) -> Option<String> {
+        let why = self.served.as_ref()?.flush_failed.as_ref()?;
+        Some(format!(
+            "{}: a flush failed ({why}), so what was written before it may be lost, and its server refuses to make anything durable: stop what uses \
+             the disk, and start the server again",
+            self.path.display()
+        ))
+    }
+
     /// Blocks of the disk, none of them set.
     fn no_blocks(&self) -> Bitmap {
         Bitmap::new(self.tracked.div_ceil(u64::from(self.block_size)))
@@ -584,7 +594,8 @@ fn say_tracked(status: &SourceStatus, output: &Output) {
                 units::many(served.dirty, "block"),
                 if status.epoch.is_some() { "the last checkpoint" } else { "it was first served" }
             ));
-            status.resized().inspect(|resized| output.say(&format!("  {resized}")));
+            let wrong = status.resized().into_iter().chain(status.flush_failed());
+            wrong.for_each(|what| output.say(&format!("  {what}")));
             if let Some(why) = &served.lost {
                 output.say(&format!("  earlier changes are not known: {why}"));
             }

@@ -211,12 +211,10 @@ pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec
     for source in &found.sources {
         problems.extend(of_source(source));
         problems.extend(of_clone(source));
-        problems.extend(
-            source.resized().map(|message| Problem {
-                source: Some(source.path.clone()),
-                ..Problem::of("resized", message)
-            }),
-        );
+        let of_server = [("resized", source.resized()), ("flush-failed", source.flush_failed())];
+        problems.extend(of_server.into_iter().filter_map(|(problem, message)| {
+            Some(Problem { source: Some(source.path.clone()), ..Problem::of(problem, message?) })
+        }));
         problems.extend(of_replicas(source, found, args.max_age));
     }
     problems.extend(found.origins.iter().flat_map(|source| of_replicas(source, found, args.max_age)));

@@ -168,6 +168,7 @@ impl Table<'_> {
             _ if self.says("other-content", source) => "other content",
             _ if self.says("tracking-lost", source) => "tracking lost",
             _ if source.resized().is_some() => "resized",
+            _ if source.flush_failed().is_some() => "flush failed",
             Some(_) => "served",
             None if trackers::find(&source.path).is_ok_and(|tracker| tracker.is_some()) => "tracked",
             None if source.clone.is_some() => "tracked",

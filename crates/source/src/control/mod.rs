@@ -100,6 +100,9 @@ pub struct ServerStatus {
     pub kept_bytes: u64,
     /// Why the changes before the next checkpoint are not known.
     pub lost: Option<Gap>,
+    /// Why it refuses flushes and forced writes: one has failed.
+    #[serde(default)]
+    pub flush_failed: Option<String>,
     /// Until when mirrors have brought replicas up to date since the server began, in seconds since 1970.
     pub mirrored: BTreeMap<String, u64>,
 }
@@ -562,6 +565,7 @@ pub(crate) fn status(source: &Source) -> Result<(ServerStatus, u64), SourceError
         views: views.len(),
         kept_bytes: views.iter().map(|v| v.kept_bytes()).sum(),
         lost,
+        flush_failed: device::Disk::failed(source.disk()),
         mirrored: source.mirrored(),
     };
     Ok((status, recorded))

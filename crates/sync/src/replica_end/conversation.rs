@@ -313,6 +313,15 @@ impl AtEnd {
     }
 }
 
+/// How a delta is committed.
+fn commit_of(open: &Open, plan: &Plan, replica: &Replica) -> CommitMode {
+    match open.commit {
+        // No other delta goes on with a clone of a replica that keeps its past.
+        CommitMode::Reflink if plan.pass && replica.keeps_past() => CommitMode::Journal,
+        asked => asked,
+    }
+}
+
 /// What became of a delta.
 pub(crate) enum Taken {
     Committed(CommitReply),
@@ -389,12 +398,7 @@ impl ReplicaEnd<'_> {
         let status = replica.status().clone();
         let disk = plan.compare.as_ref().map(|_| replica.content()).transpose()?;
         let header = to_unit(message).map_err(|m| unexpected(&m))?;
-        let commit = match open.commit {
-            // No other delta goes on with a clone of a replica that keeps its past.
-            CommitMode::Reflink if plan.pass && replica.keeps_past() => CommitMode::Journal,
-            asked => asked,
-        };
-        let receipt = replica.receive(header, commit)?;
+        let receipt = replica.receive(header, commit_of(open, &plan, replica))?;
         if let Some(kept) = &mut kept {
             kept.begin(plan.compare.as_ref(), receipt.header(), &status)?;
         }
