@@ -62,7 +62,7 @@ pub use lock::{Access, ImageLock, lock_image};
 pub use medium::clock::{Boot, Clock, Life, grain, stamps_apart};
 pub use medium::storage::{Storage, parts_of};
 pub use medium::written::{WriteCounts, WriteTimes, WriteWatch};
-pub use medium::{Gauge, Medium, MediumChange, agree, disk_id, hash_of, masked};
+pub use medium::{Gauge, Medium, MediumChange, UNREADABLE, agree, disk_id, hash_of, hash_of_bytes, hashes};
 pub use moment::{moment, moments};
 pub use sharing::Sharing;
 pub use sys::local_minute;

@@ -53,12 +53,12 @@ use device::{Clock, StateFile};
 
 use uuid::Uuid;
 
-use crate::commit::undo::Touched;
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error, is_full};
+use crate::journal::merged_blocks::MergedBlocks;
 use crate::journal::{self, Contents, WHOLE, compares};
 use crate::past::views;
 use crate::replica::Replica;
-use crate::state::destination::{Name, fingerprint_beside};
+use crate::state::destination::Name;
 use crate::state::lineage::{self, Lineage, Stamp, StepKind, Unsure};
 use crate::state::note::{self, Evidence, Foreign, Keeping, Note, Working};
 
@@ -416,18 +416,17 @@ impl Replica {
         })
     }
 
-    /// How an export was changed beside own writes: what the journal does not write must be as it was, or another disk may have its name.
+    /// How an export was changed beside own writes: it must be as it was or as the journal has it, or another disk may have its name.
     fn beside_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Result<Option<Foreign>> {
         let Some(before) = self.lineage().stamp.as_ref().filter(|_| !journal.is_empty()) else {
             return Ok(Some(Foreign::Interrupted));
         };
-        let mut touched = Touched::new(self.lineage());
+        let mut merged = MergedBlocks::of(before);
         for delta in journal {
             let failed = io_error("read", self.path());
-            journal::replay(self.state(), WHOLE, delta, &mut touched, &mut self.positions(), failed)?;
+            journal::replay(self.state(), WHOLE, delta, &mut merged, &mut self.positions(), failed)?;
         }
-        let touched: Vec<_> = touched.ranges().collect();
-        let print = fingerprint_beside(before, now.size, &touched);
+        let print = merged.meanwhile(before, now);
         Ok(Stamp { print, ..before.clone() }.differs(now))
     }
 

@@ -61,7 +61,7 @@ pub struct Medium {
 /// Characters of a piece's hash.
 const HASH: usize = 8;
 /// The hash of an unreadable piece.
-const UNREADABLE: &str = "????????";
+pub const UNREADABLE: &str = "????????";
 /// What of each end of a disk or partition counts as its edge, and the pieces that it is hashed in, in bytes.
 const EDGE: u64 = 1 << 20;
 const PIECE: u64 = 128 << 10;
@@ -180,20 +180,22 @@ impl fmt::Display for MediumChange {
 
 /// True if two lists of hashes may be of the same content: none differs, and at least one agrees.
 pub fn agree(before: &str, now: &str) -> bool {
-    let hashes =
-        |print: &str| -> Vec<Vec<u8>> { print.as_bytes().chunks(HASH).map(<[u8]>::to_vec).collect() };
-    let (before, now) = (hashes(before), hashes(now));
-    let known = |hash: &[u8]| hash != UNREADABLE.as_bytes();
-    let told = || before.iter().zip(&now).filter(|(before, now)| known(before) && known(now));
+    let (before, now): (Vec<_>, Vec<_>) = (hashes(before).collect(), hashes(now).collect());
+    let told =
+        || before.iter().zip(&now).filter(|(before, now)| **before != UNREADABLE && **now != UNREADABLE);
     before.len() == now.len()
         && told().all(|(before, now)| before == now)
         && (before.is_empty() || told().count() > 0)
 }
 
-/// A list of hashes without those of the pieces for which `hidden` is true.
-pub fn masked(print: &str, hidden: impl Iterator<Item = bool>) -> String {
-    let hashes = print.as_bytes().chunks(HASH).map(|hash| std::str::from_utf8(hash).unwrap_or(UNREADABLE));
-    hashes.zip(hidden).map(|(hash, hidden)| if hidden { UNREADABLE } else { hash }).collect()
+/// The hashes of a list.
+pub fn hashes(print: &str) -> impl Iterator<Item = &str> {
+    print.as_bytes().chunks(HASH).map(|hash| std::str::from_utf8(hash).unwrap_or(UNREADABLE))
+}
+
+/// The hash of a part of a disk with these bytes, for [`agree`].
+pub fn hash_of_bytes(bytes: &[u8]) -> String {
+    blake3::hash(bytes).to_hex()[..HASH].to_owned()
 }
 
 /// The hash of a part of a disk, for [`agree`].
@@ -202,7 +204,7 @@ pub fn masked(print: &str, hidden: impl Iterator<Item = bool>) -> String {
 /// As [`Medium::of`].
 pub fn hash_of(disk: &dyn Disk, at: u64, buf: &mut [u8]) -> io::Result<String> {
     match disk.read_at(at, buf) {
-        Ok(()) => Ok(blake3::hash(buf).to_hex()[..HASH].to_owned()),
+        Ok(()) => Ok(hash_of_bytes(buf)),
         Err(error) if is_unreadable(&error) => Ok(UNREADABLE.to_owned()),
         Err(error) => Err(error),
     }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use delta::{Frame, Header, Record};
 use device::{Buf, Disk, Done, Piece, Pieces, Queue, Request, RequestKind};
 
+use crate::commit::marks::Marks;
 use crate::journal::Target;
-use crate::state::destination::Marks;
 use crate::state::note::Keeping;
 
 /// Operations kept on their way.

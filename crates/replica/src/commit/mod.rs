@@ -7,6 +7,7 @@ pub(crate) mod copies;
 pub(crate) mod fit;
 pub(crate) mod given_up;
 pub(crate) mod holes;
+pub(crate) mod marks;
 pub(crate) mod receive;
 pub(crate) mod undo;
 pub(crate) mod undo_log;

@@ -9,6 +9,7 @@
 
 pub(crate) mod index;
 pub(crate) mod last_writes;
+pub(crate) mod merged_blocks;
 pub(crate) mod trail;
 pub(crate) mod unsure;
 

@@ -3,7 +3,6 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -18,6 +17,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::state::attributes;
+use crate::state::fingerprint::fingerprint;
 use crate::state::intent::ReplicaMembership;
 use crate::state::lineage::Stamp;
 
@@ -573,11 +573,6 @@ impl Destination for ExportDestination {
     }
 }
 
-/// Blocks that make a device's fingerprint, in number and bytes: few enough to cost nothing, and enough that no two disks
-/// in use agree in all of them.
-const PRINT_BLOCKS: u64 = 16;
-const PRINT_BLOCK: u64 = 4096;
-
 /// A disk's size and its fingerprint, with the blocks that are marked.
 fn printed(disk: &dyn Disk, marks: &Mutex<Vec<u64>>) -> io::Result<Stamp> {
     let marks = marks.lock().unwrap_or_else(|e| e.into_inner()).clone();
@@ -586,58 +581,6 @@ fn printed(disk: &dyn Disk, marks: &Mutex<Vec<u64>>) -> io::Result<Stamp> {
 
 fn set(marks: &Mutex<Vec<u64>>, blocks: &[u64]) {
     *marks.lock().unwrap_or_else(|e| e.into_inner()) = blocks.to_vec();
-}
-
-/// Hashes of a few blocks: the first, which every file system and partition table changes, others spread evenly, and those that are
-/// marked. Each by itself: an unreadable one must not hide what the others say.
-pub(crate) fn fingerprint(disk: &dyn Disk, marks: &[u64]) -> io::Result<String> {
-    let mut block = device::Buf::new(PRINT_BLOCK as usize);
-    samples(disk.len(), marks).map(|at| device::hash_of(disk, at, &mut block)).collect()
-}
-
-/// Where the blocks of a fingerprint begin.
-fn samples(len: u64, marks: &[u64]) -> impl Iterator<Item = u64> {
-    let blocks = len / PRINT_BLOCK;
-    let at = move |n| (u128::from(blocks - 1) * u128::from(n) / u128::from(PRINT_BLOCKS - 1)) as u64;
-    let mut samples: Vec<u64> = (0..PRINT_BLOCKS.min(blocks)).map(at).collect();
-    samples.dedup();
-    let marked = marks.iter().copied().filter(move |at| at.saturating_add(PRINT_BLOCK) <= len);
-    samples.into_iter().map(|at| at * PRINT_BLOCK).chain(marked)
-}
-
-/// A fingerprint of a disk of `len` bytes without the blocks that lie in one of these ranges.
-pub(crate) fn fingerprint_beside(before: &Stamp, len: u64, touched: &[Range<u64>]) -> String {
-    let is_touched = |at: u64| touched.iter().any(|range| range.start < at + PRINT_BLOCK && at < range.end);
-    device::masked(&before.print, samples(len, &before.marks).map(is_touched))
-}
-
-/// Which blocks of a delta mark the state to which it leads: some of those that it changes, spread over all of them.
-#[derive(Debug, Default)]
-pub(crate) struct Marks {
-    blocks: Vec<u64>,
-    seen: u64,
-}
-
-impl Marks {
-    /// A range that is changed, in bytes.
-    pub(crate) fn add(&mut self, range: &Range<u64>) {
-        let block = range.start / PRINT_BLOCK * PRINT_BLOCK;
-        self.seen += 1;
-        // Each of what was seen is among them with the same likelihood (Vitter's algorithm R, with a fixed sequence).
-        let place = (self.seen.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % self.seen;
-        if self.blocks.len() < PRINT_BLOCKS as usize {
-            self.blocks.push(block);
-        } else if let Some(kept) = self.blocks.get_mut(place as usize) {
-            *kept = block;
-        }
-    }
-
-    /// Has the stamps of a destination show them, if there are any.
-    pub(crate) fn leave(&self, destination: &dyn Destination) {
-        if !self.blocks.is_empty() {
-            destination.mark(&self.blocks);
-        }
-    }
 }
 
 impl Destination for DeviceDestination {

@@ -2,6 +2,7 @@
 
 pub(crate) mod attributes;
 pub(crate) mod destination;
+pub(crate) mod fingerprint;
 pub(crate) mod intent;
 pub(crate) mod keep;
 pub(crate) mod lineage;

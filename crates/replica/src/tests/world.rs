@@ -21,7 +21,8 @@ use uuid::Uuid;
 
 use crate::error::Result;
 use crate::past::views::Views;
-use crate::state::destination::{Destination, Name, fingerprint};
+use crate::state::destination::{Destination, Name};
+use crate::state::fingerprint::fingerprint;
 use crate::state::lineage::Stamp;
 use crate::{CommitMode, Committed, MomentView, Replica, ReplicaMembership, ReplicaOptions, Status};
 
