@@ -45,6 +45,7 @@ pub use disk::container::{Format, container_format};
 pub use disk::file::{DiskOptions, adopt, open, open_without_uring};
 pub use disk::overlay::Overlay;
 pub use disk::ram::RamDisk;
+pub use disk::table::listed_partitions;
 pub use disk::threads::ThreadQueue;
 pub use disk::{Disk, Done, InlineQueue, Piece, Pieces, Queue, Request, RequestKind};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
@@ -66,4 +67,7 @@ pub use medium::{Gauge, Medium, MediumChange, UNREADABLE, agree, disk_id, hash_o
 pub use moment::{moment, moments};
 pub use sharing::Sharing;
 pub use sys::local_minute;
-pub use usage::{Mount, file_system, free_space, hidden_mount, in_use, may_change, mounted_at, mounts_on};
+pub use usage::{
+    Mount, file_system, free_space, hidden_mount, in_use, may_change, mounted_at, mounts_on,
+    opened_for_writing,
+};

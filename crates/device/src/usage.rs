@@ -57,6 +57,24 @@ pub fn free_space(path: &Path) -> Result<u64, DeviceError> {
     }
 }
 
+/// A program that has the block device at `path`, a partition of it or the disk that it is a partition of open for writing, as far as we
+/// may see. [`in_use`] shows such a program only if it opened the device exclusively.
+pub fn opened_for_writing(path: &Path) -> Option<String> {
+    let metadata = std::fs::metadata(path).ok().filter(|m| m.file_type().is_block_device())?;
+    let devices = related(metadata.rdev());
+    // The link to a descriptor may be written to if the descriptor may.
+    let writes = |link: &Path| std::fs::symlink_metadata(link).is_ok_and(|m| m.mode() & 0o200 != 0);
+    let is_one = |m: &std::fs::Metadata| m.file_type().is_block_device() && devices.contains(&m.rdev());
+    let within = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
+    within(Path::new("/proc")).find_map(|process| {
+        let found = within(&process.join("fd"))
+            .any(|fd| std::fs::metadata(&fd).is_ok_and(|m| is_one(&m)) && writes(&fd));
+        let name = || std::fs::read_to_string(process.join("comm")).unwrap_or_default();
+        let pid = process.file_name().filter(|_| found)?.display().to_string();
+        Some(format!("opened for writing by {}, pid {pid}", name().trim()))
+    })
+}
+
 /// The device, its partitions, and the disk it is a partition of.
 fn related(device: u64) -> Vec<u64> {
     let mut devices = partitions(device);

@@ -211,8 +211,9 @@ pub(crate) enum Command {
         To keep the record across reboots (not for the disk of the root file system):\n  \
         systemctl enable --now \"dsync-track@$(systemd-escape -p /dev/sdb).service\"\n\n\
         The service runs 'dsync track save' after the last file system on it is unmounted, and 'dsync track \
-        restore' before the first one is mounted. The record is trusted only if nothing was written in \
-        between.\n\n\
+        restore' before the first one is mounted. In between the disk is read-only. The record is trusted \
+        only if nothing was written to it, and the disk or each of its partitions holds ext4, XFS or Btrfs, \
+        on which a mount by another system shows.\n\n\
         Of an image, the clone of the last sync is kept beside it, in .NAME.dsync-clones. What differs \
         between that and the next one is what changed, whatever program wrote it. The file system tells it; \
         only what Btrfs has compressed is read and compared. What is overwritten between two syncs takes \
@@ -1235,7 +1236,7 @@ pub(crate) enum TrackAction {
         #[arg(value_name = "DISK")]
         device: PathBuf,
     },
-    /// Save the record of a device that is no longer in use, for 'restore' after a reboot
+    /// Save the record of a device that is no longer in use, and make it read-only, for 'restore' after a reboot
     Save {
         /// The block device
         #[arg(value_name = "DEV")]

@@ -9,7 +9,7 @@ use trackers::{TrackedDisk, Tracker};
 
 use crate::control::ControlClient;
 use crate::disk::clones;
-use crate::live::OTHER_HISTORY;
+use crate::live::{OTHER_HISTORY, follows};
 use crate::record::history::History;
 use crate::record::stamp::{DeviceTrust, ImageStamp};
 use crate::record::state::SourceMetadata;
@@ -85,8 +85,8 @@ fn record_lost(
     if let Some(why) = tracker.lost()? {
         return Ok(Some(why.into()));
     }
-    let follows = tracker.released()?.is_some_and(|id| history.knows(id));
-    Ok((!follows || tracker.block_size() != about.block_size).then(|| OTHER_HISTORY.into()))
+    let is_ours = tracker.released()?.map_or(Ok(false), |id| follows(tracker, history, id))?;
+    Ok((!is_ours || tracker.block_size() != about.block_size).then(|| OTHER_HISTORY.into()))
 }
 
 /// Adds to `into`, in blocks of the source's block size, what was written since the last epoch of its history: not all of it, if that is not known.

@@ -51,6 +51,8 @@ struct World {
     /// Epochs that were released with changes, and nothing flushed since their end.
     unflushed: AtomicU64,
     changed: AtomicBool,
+    /// The record is a copy, made before the machine was restarted.
+    restored: AtomicBool,
 }
 
 impl Tracker for Standin {
@@ -83,6 +85,7 @@ impl Tracker for Standin {
     }
     fn release(&self, epoch: Uuid) -> Result<(), TrackError> {
         *self.released.lock().unwrap() = Some(epoch);
+        self.world.restored.store(false, SeqCst);
         self.world.unflushed.fetch_add(self.world.changed.load(SeqCst).into(), SeqCst);
         if !self.world.severed.load(SeqCst) {
             *self.lost.lock().unwrap() = None;
@@ -91,6 +94,9 @@ impl Tracker for Standin {
     }
     fn released(&self) -> Result<Option<Uuid>, TrackError> {
         Ok(*self.released.lock().unwrap())
+    }
+    fn is_restored(&self) -> Result<bool, TrackError> {
+        Ok(self.world.restored.load(SeqCst))
     }
     fn dirty(&self) -> Result<Bitmap, TrackError> {
         if self.world.loses.swap(false, SeqCst) {
@@ -321,6 +327,25 @@ fn a_busy_disk_is_copied_as_of_one_moment() {
     assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
     let again = scene.sync(&options(FreezeMode::Auto)).unwrap();
     assert_eq!((again.blocks_changed, again.bytes_read), (0, 0));
+}
+
+/// A record that was saved before a later epoch ended lacks what was written up to that, and what was written since may be in neither.
+#[test]
+fn a_restored_record_counts_only_after_the_last_epoch() {
+    let scene = Scene::new();
+    let mut epochs = Vec::new();
+    for method in [Method::Copy, Method::Tracked] {
+        scene.write(100);
+        assert_eq!(scene.sync(&options(FreezeMode::Auto)).unwrap().method, method);
+        epochs.push(*scene.released.lock().unwrap());
+    }
+    for (released, method) in [(epochs[1], Method::Tracked), (epochs[0], Method::Compare)] {
+        *scene.released.lock().unwrap() = released;
+        scene.world.restored.store(true, SeqCst);
+        scene.write(100);
+        assert_eq!(scene.sync(&options(FreezeMode::Auto)).unwrap().method, method);
+        assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
+    }
 }
 
 #[test]

@@ -45,6 +45,12 @@ pub trait Tracker: Send + Sync {
     /// dies with the record, so that no other history, and no older copy of this one, takes the record for its own.
     fn released(&self) -> Result<Option<Uuid>, TrackError>;
 
+    /// True if the record was saved before the machine was restarted, and no epoch has been released since: then it was a copy, and
+    /// belongs to a history only if that has learned of no epoch since.
+    fn is_restored(&self) -> Result<bool, TrackError> {
+        Ok(false)
+    }
+
     /// Blocks written since the last release, without ending the epoch.
     fn dirty(&self) -> Result<Bitmap, TrackError>;
 

@@ -18,16 +18,21 @@ const MOST: u64 = 256;
 /// # Errors
 /// If the disk cannot be read, for other reasons than bad sectors.
 pub(crate) fn partitions(disk: &dyn Disk) -> io::Result<Vec<Range<u64>>> {
-    let found = gpt(disk).and_then(|found| match found {
-        Some(found) => Ok(found),
-        None => mbr(disk),
-    });
+    let found = listed_partitions(disk);
     let fits = |range: &Range<u64>| range.start > 0 && range.start < range.end && range.end <= disk.len();
     match found {
         Ok(found) => Ok(found.into_iter().filter(fits).collect()),
         Err(error) if is_unreadable(&error) => Ok(Vec::new()),
         Err(error) => Err(error),
     }
+}
+
+/// The partitions in a disk's table, in bytes, as they stand there: they may be empty, or go beyond the end of the disk.
+///
+/// # Errors
+/// If the table cannot be read.
+pub fn listed_partitions(disk: &dyn Disk) -> io::Result<Vec<Range<u64>>> {
+    gpt(disk)?.map_or_else(|| mbr(disk), Ok)
 }
 
 fn read(disk: &dyn Disk, at: u64, len: u64) -> io::Result<Option<Buf>> {

@@ -161,6 +161,7 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             };
             let block_size = crate::reach::source::block_size(*block_size)?;
             sync::refuse_replica(device, state, "")?;
+            discard_saved(device, state)?;
             let tracker = dm::add(device, &name, block_size, meta.as_deref())?;
             let mapped = dm::path(&name);
             output.say(&format!(
@@ -180,6 +181,7 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
         TrackAction::Add { device, block_size, .. } => {
             let block_size = crate::reach::source::block_size(*block_size)?;
             sync::refuse_replica(device, state, "")?;
+            discard_saved(device, state)?;
             let tracker = bpf::add(device, block_size)?;
             output.say(&format!(
                 "{} is tracked from now on, in blocks of {}; the next \"dsync sync\" compares or copies all of it, later ones \
@@ -191,6 +193,7 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             say(device, &*tracker, output)
         }
         TrackAction::Remove { device } => {
+            discard_saved(device, state)?;
             if !bpf::remove(device)? && !dm::remove(device)? {
                 return Err(not_tracked(device).into());
             }
@@ -199,7 +202,11 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
         }
         TrackAction::Save { device } => {
             bpf::save(device, &folder(device, state)?)?;
-            output.say(&format!("saved the record of {}", device.display()));
+            output.say(&format!(
+                "saved the record of {0}, which is read-only until the machine restarts or \"dsync track restore {0}\" makes it \
+                 writable again",
+                device.display()
+            ));
             Ok(())
         }
         TrackAction::Restore { device } => {
@@ -212,6 +219,17 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             });
             Ok(())
         }
+    }
+}
+
+/// What was saved at the end of an earlier boot is not believed any more. One that this boot has saved is the tracker's to remove.
+fn discard_saved(device: &Path, state: &StateDir) -> Result<()> {
+    let canonical = std::fs::canonicalize(device).unwrap_or_else(|_| device.to_path_buf());
+    let place = state.tracker_folder(&canonical);
+    match device::Dir::existing(&place) {
+        Ok(folder) => Ok(bpf::discard(&folder)?),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(TrackError::state("cannot open a directory", &place)(error).into()),
     }
 }
 

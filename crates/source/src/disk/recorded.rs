@@ -19,7 +19,7 @@ use delta::Epoch;
 use extents::Bitmap;
 use trackers::{Tracker, TrackerLock};
 
-use crate::live::OTHER_HISTORY;
+use crate::live::{OTHER_HISTORY, follows};
 use crate::record::history::History;
 use crate::{Gap, SourceError};
 
@@ -79,7 +79,7 @@ impl Recorded {
             _ if tracker.size() != size || was != size => Some(Gap::Resized),
             None => Some("the disk was not tracked before".into()),
             // The record has all since that epoch, and so since any later one.
-            Some(id) if history.knows(id) => tracker.lost()?.map(Gap::from),
+            Some(id) if follows(&**tracker, history, id)? => tracker.lost()?.map(Gap::from),
             Some(_) => Some(OTHER_HISTORY.into()),
         };
         if let Some(why) = lost {

@@ -37,7 +37,7 @@ use delta::Epoch;
 use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, WriteCounts, WriteTimes};
 use extents::Bitmap;
 use serde::{Deserialize, Serialize};
-use trackers::{Felt, Tracker, TrackerLock};
+use trackers::{Felt, TrackError, Tracker, TrackerLock};
 use uuid::Uuid;
 
 use crate::disk::backing::{Backing, open_reader};
@@ -178,6 +178,16 @@ impl Backing for LiveBacking {
 /// Why a record that was released to another history is not trusted.
 pub(crate) const OTHER_HISTORY: &str = "what the tracker recorded belongs to another history";
 
+/// Whether what a tracker has recorded since the release of an epoch is all that was written since an epoch of this history.
+pub(crate) fn follows(tracker: &dyn Tracker, history: &History, released: Uuid) -> Result<bool, TrackError> {
+    Ok(match tracker.is_restored()? {
+        // It was a copy: a later epoch may have ended after it was made.
+        true => history.last().is_some_and(|last| last.id == released),
+        // The record has everything since that epoch, whatever the history has learned since.
+        false => history.knows(released),
+    })
+}
+
 impl Live {
     /// Opens the disk at `path`, tracked by `tracker`. Takes the locks of the source and the tracker.
     ///
@@ -237,8 +247,7 @@ impl Live {
         let lost = match since {
             _ if tracker.size() != disk.len() => Some(Gap::Resized),
             None => Some("the disk was not tracked before".into()),
-            // The record has everything since that epoch, whatever the history has learned since.
-            Some(id) if history.knows(id) => tracker.lost()?.map(Gap::from),
+            Some(id) if follows(&*tracker, &history, id)? => tracker.lost()?.map(Gap::from),
             Some(_) => Some(OTHER_HISTORY.into()),
         };
         let epochs = Mutex::new(Epochs { history, lost, since });

@@ -134,6 +134,8 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
         pending: None,
         ended: None,
         doubtful: false,
+        restored: false,
+        saved: None,
     };
     let map = sys::get(&place.join("notes")).map_err(&pin)?;
     notes.write(map.as_fd()).map_err(&pin)

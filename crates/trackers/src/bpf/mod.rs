@@ -21,6 +21,7 @@
 //! Not detected: commands that bypass the block layer (SG_IO, NVMe passthrough), and writers on other hosts. With request-based
 //! multipath, track the multipath device.
 
+mod content;
 mod disk;
 mod load;
 mod notes;
@@ -46,7 +47,7 @@ use disk::BlockDevice;
 use notes::{Counts, Notes};
 use sys::Words;
 
-pub use saved::{Restored, restore, save};
+pub use saved::{Restored, discard, restore, save};
 
 /// What is pinned, by the names that the objects have in the program: the maps, the two records, and the links.
 const MAPS: [&str; 4] = ["slot", "flight", "counts", "notes"];
@@ -112,6 +113,10 @@ pub fn remove(device: &Path) -> Result<bool, TrackError> {
     };
     let Some(place) = number.map(|number| folder(&number)) else { return Ok(false) };
     let held = load::alone(&place, FlockOperation::LockExclusive);
+    // Of a tracker that is broken nothing is known.
+    if let Ok(notes) = sys::get(&place.join("notes")).and_then(|map| Notes::read(map.as_fd())) {
+        saved::withdraw(&notes, &place)?;
+    }
     match held.and_then(|held| held.map(|_held| load::unpin(&place)).transpose()) {
         Ok(removed) => Ok(removed.is_some()),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -359,10 +364,28 @@ impl BpfTracker {
         Ok(None)
     }
 
+    /// What both records have. The lock is held.
+    fn both(&self) -> Bitmap {
+        let all = Bitmap::new(self.records[0].bits.blocks());
+        self.records.iter().for_each(|record| all.union_with(&record.bits));
+        all
+    }
+
+    /// The record goes on, so what was saved of it is not believed any more. The lock is held.
+    fn go_on(&self, notes: &mut Notes) -> Result<(), TrackError> {
+        if notes.saved.is_none() {
+            return Ok(());
+        }
+        saved::withdraw(notes, &self.place)?;
+        notes.saved = None;
+        self.write_notes(notes)
+    }
+
     /// [`Tracker::checkpoint`]; `mark_again` is false only in the test that shows what the second mark is for.
     fn swap(&self, mark_again: bool) -> Result<Bitmap, TrackError> {
         let _lock = self.lock()?;
         let mut notes = self.notes()?;
+        self.go_on(&mut notes)?;
         let Some((last, next)) = self.in_use()? else {
             return Err(self.failed("find the record in use")(io::ErrorKind::NotFound.into()));
         };
@@ -425,6 +448,7 @@ impl Tracker for BpfTracker {
     fn release(&self, epoch: Uuid) -> Result<(), TrackError> {
         let _lock = self.lock()?;
         let mut notes = self.notes()?;
+        self.go_on(&mut notes)?;
         let ours = self.ended().take();
         let Some(pending) = notes.pending.take().filter(|_| ours.is_some() && notes.ended == ours) else {
             return Err(taken(&self.device));
@@ -437,6 +461,7 @@ impl Tracker for BpfTracker {
         notes.base = pending;
         notes.lost = None;
         notes.released = Some(epoch);
+        notes.restored = false;
         self.write_notes(&notes)
     }
 
@@ -453,9 +478,11 @@ impl Tracker for BpfTracker {
 
     fn dirty(&self) -> Result<Bitmap, TrackError> {
         let _lock = self.lock()?;
-        let dirty = Bitmap::new(self.records[0].bits.blocks());
-        self.records.iter().for_each(|record| dirty.union_with(&record.bits));
-        Ok(dirty)
+        Ok(self.both())
+    }
+
+    fn is_restored(&self) -> Result<bool, TrackError> {
+        Ok(self.notes()?.restored)
     }
 }
 

@@ -74,6 +74,20 @@ pub(super) struct Notes {
     pub ended: Option<Uuid>,
     /// Writes of the epoch released last were not recorded: one of them may land in this one.
     pub doubtful: bool,
+    /// What was written before the last boot was saved then, and no epoch has been released since.
+    #[serde(default)]
+    pub restored: bool,
+    /// Where the record is saved, until it goes on.
+    #[serde(default)]
+    pub saved: Option<SavedIn>,
+}
+
+/// Where a record is saved.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct SavedIn {
+    pub folder: PathBuf,
+    /// The device is read-only since then, and was not before.
+    pub locks: bool,
 }
 
 impl Notes {

@@ -1,26 +1,27 @@
 //! The record across a reboot: saved with a stamp after the last writer closed the device, and trusted only if nothing was
 //! written since.
 //!
-//! Writes in between are detected by: within one boot, the disk's count of sectors written; in a new boot,
-//! that count from zero; and, since another system may have had the disk, a fingerprint of the places that every
-//! mount changes, on the disk and each of its partitions.
-//!
 //! `dsync-track@.service` saves the record after the last unmount and restores it before the first mount (a tracker of a disk that was
-//! detached since is replaced by a new one). It is trusted if the disk's count of written sectors and a fingerprint of what every mount
-//! changes show no write in between. The fingerprint covers the first and the last MiB of the disk and of its partitions. Writes through
-//! LVM, LUKS, md, bcache, ZFS and swap leave no trace there, so if one of their signatures is found, no record is trusted after a reboot.
-//! A write to the middle of a raw disk by another system, one that does not run this service, is not detected.
+//! detached since is replaced by a new one). In between nothing may be written that the record does not have:
+//!
+//! - **In the boot that saves it** the disk is read-only afterwards. Whoever goes on (an epoch, [`restore`], the end of the tracker) removes the
+//!   saved record, durably, before the disk is writable again.
+//! - **Another system** may have had the disk while this one was down: a mount by it shows in [`DiskContent`], and a disk on which it
+//!   would not is not trusted. A write past its file systems, such as to the middle of the disk, is not detected.
+//! - **In the new boot** the disk's count of sectors written begins at zero, and must still be there.
+//! - **A history** takes a restored record only as of its own last epoch ([`Tracker::is_restored`]).
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use device::Folder;
 use serde::{Deserialize, Serialize};
-use twox_hash::XxHash3_128;
 use uuid::Uuid;
 
-use super::disk::{BlockDevice, read_number};
-use super::{BEGAN, BpfTracker, folder, load};
+use super::content::{DiskContent, hash};
+use super::disk::BlockDevice;
+use super::notes::{Notes, SavedIn};
+use super::{BEGAN, BpfTracker, folder, load, sys};
 use crate::{TrackError, Tracker};
 
 pub(super) const NAME: &str = "bpf-record";
@@ -63,14 +64,14 @@ pub enum Restored {
     Lost(String),
 }
 
-/// Saves the record of a device in a folder, for [`restore`] after a reboot. Tracking goes on meanwhile; what is written
-/// after this is not in the record, so there must be no writes until the machine stops.
+/// Saves the record of a device in a folder, for [`restore`] after a reboot. The device is read-only from then on, until the machine
+/// stops or tracking goes on with [`restore`], an epoch, or [`remove`](super::remove), each of which removes what was saved: what would be
+/// written after this is not in the record.
 ///
 /// # Errors
 /// `Refused` if the device is still in use, or not tracked. Then no record is left in the folder.
 pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
-    let state = |what| TrackError::state(what, to.path());
-    to.remove(NAME).map_err(state("cannot remove the old record"))?;
+    discard(to)?;
     let disk = BlockDevice::at(device)?;
     let Some(tracker) = BpfTracker::find(&folder(&disk.number), &disk.path)? else {
         return Err(TrackError::Refused(format!(
@@ -78,40 +79,97 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
             device.display()
         )));
     };
-    if let Some(user) = device::in_use(device) {
-        return Err(TrackError::Refused(format!(
-            "{} is still in use ({user}): unmount it first; without a saved record, everything is compared after the reboot",
-            device.display()
-        )));
+    let _lock = tracker.lock()?;
+    let mut notes = tracker.notes()?;
+    tracker.go_on(&mut notes)?;
+    refuse_user(&disk.path)?;
+    let opened = File::open(&disk.path).map_err(tracker.failed("open the device"))?;
+    let place = std::path::absolute(to.path()).map_err(TrackError::state("find", to.path()))?;
+    // Noted first: who goes on after a crash undoes it.
+    let was_locked = sys::is_read_only(&opened).map_err(tracker.failed("look at the device"))?;
+    notes.saved = Some(SavedIn { folder: place, locks: !was_locked });
+    tracker.write_notes(&notes)?;
+    let lock = sys::set_read_only(&opened, true).map_err(tracker.failed("make the device read-only"));
+    let saved = lock.and_then(|()| write_record(&tracker, &disk, &opened, to));
+    if saved.is_err() {
+        tracker.go_on(&mut notes)?;
     }
-    let flushed = File::open(&disk.path).and_then(|file| file.sync_all());
-    flushed.map_err(tracker.failed("flush the device"))?;
-    let written = SectorCounts::of(&disk).ok_or_else(|| {
-        TrackError::Refused(format!("the kernel does not count the writes to {}", device.display()))
+    saved
+}
+
+/// Removes what was saved of a device, for good: it is written to from now on.
+pub fn discard(from: &dyn Folder) -> Result<(), TrackError> {
+    let removed = from.remove(NAME).and_then(|()| from.sync());
+    removed.map_err(TrackError::state("cannot remove the saved record", from.path()))
+}
+
+/// Undoes what [`save`] has noted of the device whose tracker is pinned in `place`.
+pub(super) fn withdraw(notes: &Notes, place: &Path) -> Result<(), TrackError> {
+    let Some(SavedIn { folder, locks }) = &notes.saved else { return Ok(()) };
+    match device::Dir::existing(folder) {
+        Ok(folder) => discard(&folder)?,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) => return Err(TrackError::state("cannot open the saved record", folder)(error)),
+    }
+    // What has its name by now may be another disk.
+    let is_it = BlockDevice::at(&notes.device).is_ok_and(|now| super::folder(&now.number) == place);
+    if !locks || !is_it {
+        return Ok(());
+    }
+    let unlocked = File::open(&notes.device).and_then(|device| sys::set_read_only(&device, false));
+    unlocked.map_err(|error| TrackError::Kernel {
+        what: "make the device writable again",
+        device: notes.device.clone(),
+        error: error.to_string(),
+    })
+}
+
+fn refuse_user(device: &Path) -> Result<(), TrackError> {
+    match device::in_use(device).or_else(|| device::opened_for_writing(device)) {
+        None => Ok(()),
+        Some(user) => Err(TrackError::Refused(format!(
+            "{} is still in use ({user}): unmount it or stop that program first; without a saved record, everything is compared after \
+             the reboot",
+            device.display()
+        ))),
+    }
+}
+
+/// Writes the record of a device that has just been made read-only.
+fn write_record(
+    tracker: &BpfTracker,
+    disk: &BlockDevice,
+    opened: &File,
+    to: &dyn Folder,
+) -> Result<(), TrackError> {
+    let state = TrackError::state("cannot save the record", to.path());
+    opened.sync_all().map_err(tracker.failed("flush the device"))?;
+    // Who came before it was read-only.
+    refuse_user(&disk.path)?;
+    let written = SectorCounts::of(disk).ok_or_else(|| {
+        TrackError::Refused(format!("the kernel does not count the writes to {}", disk.path.display()))
     })?;
     let mut bits = Vec::new();
-    tracker.dirty()?.encode(&mut bits);
+    tracker.both().encode(&mut bits);
     let stamp = DiskStamp {
         boot: load::boot_id(),
         diskseq: disk.diskseq,
         size: disk.size,
         first_sector: disk.first_sector,
         block_size: tracker.block_size(),
-        name: hardware_name(&disk),
+        name: hardware_name(disk),
         written,
-        fingerprint: fingerprint(&disk)?,
+        fingerprint: DiskContent::of(disk)?.fingerprint,
         lost: tracker.lost()?,
         released: tracker.released()?,
         record: hash(&bits),
     };
-    if SectorCounts::of(&disk) != Some(written) {
-        return Err(TrackError::Refused(format!("{} is still being written", device.display())));
+    if SectorCounts::of(disk) != Some(written) || SectorCounts::are_moving(disk) {
+        return Err(TrackError::Refused(format!("{} is still being written", disk.path.display())));
     }
-    let head = serde_json::to_vec(&stamp).map_err(|e| state("cannot save the record")(e.into()))?;
-    let mut file = (head.len() as u64).to_le_bytes().to_vec();
-    file.extend_from_slice(&head);
-    file.extend_from_slice(&bits);
-    device::replace(to, NAME, &file).map_err(state("cannot save the record"))
+    let head = serde_json::to_vec(&stamp).map_err(std::io::Error::from);
+    let file = head.map(|head| [&(head.len() as u64).to_le_bytes()[..], &head, &bits].concat());
+    file.and_then(|file| device::replace(to, NAME, &file)).map_err(state)
 }
 
 /// Tracks a device again after a reboot, from the record in a folder. A record is used once, and never after any
@@ -127,7 +185,11 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
         Ok(Some(tracker)) if tracker.severed(&tracker.notes()?)?.is_some() => {
             super::remove(device)?;
         }
-        Ok(Some(tracker)) => return Ok(tracker.lost()?.map_or(Restored::WentOn, Restored::Lost)),
+        Ok(Some(tracker)) => {
+            let _lock = tracker.lock()?;
+            tracker.go_on(&mut tracker.notes()?)?;
+            return Ok(tracker.lost()?.map_or(Restored::WentOn, Restored::Lost));
+        }
         Err(_) => {
             super::remove(device)?;
         }
@@ -146,7 +208,7 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
     });
     let mut notes = tracker.notes()?;
     match verdict {
-        Ok(released) => (notes.released, notes.lost) = (released, None),
+        Ok(released) => (notes.released, notes.lost, notes.restored) = (released, None, true),
         Err(why) => notes.lost = Some(why),
     }
     tracker.write_notes(&notes)?;
@@ -197,32 +259,42 @@ impl DiskStamp {
         if self.name != hardware_name(now) || (same_boot && self.diskseq != now.diskseq) {
             return lost("another disk now has the name of the device");
         }
+        let content = DiskContent::of(now).map_err(|error| error.to_string())?;
         // Another system may have written, which this kernel's count does not include.
-        if let (false, Some(holder)) = (same_boot, holder(now).map_err(|error| error.to_string())?) {
+        if let (false, Some(silent)) = (same_boot, content.silent) {
             return Err(format!(
-                "the machine was rebooted, and writes to {holder} cannot be detected afterwards"
+                "the machine was rebooted, and writes to {silent} cannot be detected afterwards"
             ));
         }
         let expected = if same_boot { self.written } else { SectorCounts::default() };
         if SectorCounts::of(now) != Some(expected) {
             return lost("the device was written to while it was not tracked");
         }
-        match fingerprint(now) {
-            Ok(fingerprint) if fingerprint == self.fingerprint => Ok(()),
-            Ok(_) => lost("the device was mounted or written to while it was not tracked"),
-            Err(error) => Err(error.to_string()),
+        if content.fingerprint != self.fingerprint {
+            return lost("the device was mounted or written to while it was not tracked");
         }
+        Ok(())
     }
 }
 
 impl SectorCounts {
     /// `None` where the kernel doesn't count.
     fn of(disk: &BlockDevice) -> Option<SectorCounts> {
-        let number = std::fs::read_to_string(disk.whole_disk().join("dev")).ok()?;
-        let (major, minor) = number.trim().split_once(':')?;
-        let count = device::WriteCounts::of(libc::makedev(major.parse().ok()?, minor.parse().ok()?))?;
+        let count = counts(&disk.whole_disk())?;
         Some(SectorCounts { written: count.sectors, discarded: count.discarded })
     }
+
+    /// True if a write to the device has begun and not ended.
+    fn are_moving(disk: &BlockDevice) -> bool {
+        counts(&disk.sysfs).is_none_or(|count| count.in_flight != 0)
+    }
+}
+
+/// What the kernel counts of the disk or partition with this folder in sysfs.
+fn counts(place: &Path) -> Option<device::WriteCounts> {
+    let number = std::fs::read_to_string(place.join("dev")).ok()?;
+    let (major, minor) = number.trim().split_once(':')?;
+    device::WriteCounts::of(libc::makedev(major.parse().ok()?, minor.parse().ok()?))
 }
 
 /// The hardware's name, or its substitute.
@@ -230,98 +302,4 @@ fn hardware_name(disk: &BlockDevice) -> String {
     let place = disk.whole_disk();
     let files = ["wwid", "device/wwid", "serial", "device/serial", "dm/uuid", "md/uuid", "loop/backing_file"];
     files.iter().filter_map(|f| std::fs::read_to_string(place.join(f)).ok()).collect()
-}
-
-/// A hash of the places that every mount changes, on the whole disk and on each of its partitions: the first and the last
-/// MiB, with the superblocks of ext4, XFS, Btrfs, LVM, md and partition tables.
-pub(super) fn fingerprint(disk: &BlockDevice) -> Result<String, TrackError> {
-    let mut content = Vec::new();
-    edges(disk, |part| content.extend_from_slice(hash(part).as_bytes()))?;
-    Ok(hash(&content))
-}
-
-/// Passes on the first and the last MiB of the disk, then of each of its partitions.
-fn edges(disk: &BlockDevice, mut take: impl FnMut(&[u8])) -> Result<(), TrackError> {
-    const EDGE: u64 = 1 << 20;
-    for path in std::iter::once(disk.path.clone()).chain(partitions(disk)) {
-        let opened =
-            device::open(&path, &device::DiskOptions { write: false, direct: true, exclusive: false })?;
-        let len = opened.len();
-        let edge = EDGE.min(len);
-        for begin in [0, len - edge] {
-            let mut part = vec![0; edge as usize];
-            opened.read_at(begin, &mut part).map_err(TrackError::state("cannot read the device", &path))?;
-            take(&part);
-        }
-    }
-    Ok(())
-}
-
-/// What is on the disk or a partition that can be written through without a change at the edges.
-fn holder(disk: &BlockDevice) -> Result<Option<&'static str>, TrackError> {
-    let mut found = None;
-    edges(disk, |part| found = found.or(signature(part)))?;
-    Ok(found)
-}
-
-/// The signature of such a layer in the first or the last MiB of a device.
-fn signature(edge: &[u8]) -> Option<&'static str> {
-    const MD: &[u8] = &0xa92b_4efc_u32.to_le_bytes();
-    const ZFS: &[u8] = &0x00ba_b10c_u64.to_le_bytes();
-    const BCACHE: &[u8] = b"\xc6\x85\x73\xf6\x4e\x1a\x45\xca\x82\x65\xf5\x7f\x48\xba\x6d\x81";
-    let at = |offset: usize, magic: &[u8]| edge.get(offset..).is_some_and(|rest| rest.starts_with(magic));
-    // An md superblock of version 1.0 or 0.90 is at a multiple of 4 KiB near the end.
-    let on_page = |magic: &[u8]| edge.chunks(4096).any(|page| page.starts_with(magic));
-    let on_sector = |magic: &[u8]| edge.chunks(512).any(|sector| sector.starts_with(magic));
-    let kinds = [
-        ("an LVM physical volume", on_sector(b"LABELONE")),
-        ("an encrypted volume (LUKS)", at(0, b"LUKS\xba\xbe")),
-        ("a member of an md array", on_page(MD)),
-        ("a bcache device", at(4096 + 24, BCACHE)),
-        ("a ZFS pool", on_sector(ZFS)),
-        ("swap space", [4096, 16384, 65536].iter().any(|page| at(page - 10, b"SWAPSPACE2"))),
-    ];
-    kinds.into_iter().find_map(|(name, is_it)| is_it.then_some(name))
-}
-
-/// The partitions of a whole disk, sorted by number.
-fn partitions(disk: &BlockDevice) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(&disk.sysfs).into_iter().flatten().flatten();
-    let mut found: Vec<(u64, PathBuf)> = entries
-        .filter_map(|entry| {
-            let number = read_number(&entry.path().join("partition"))?;
-            Some((number, Path::new("/dev").join(entry.file_name())))
-        })
-        .collect();
-    found.sort();
-    found.into_iter().map(|(_, path)| path).collect()
-}
-
-fn hash(bytes: &[u8]) -> String {
-    format!("{:032x}", XxHash3_128::oneshot(bytes))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_others_write_through_is_known_by_its_signature() {
-        let signed = |offset: usize, magic: &[u8]| {
-            let mut edge = vec![0; 1 << 20];
-            edge[offset..offset + magic.len()].copy_from_slice(magic);
-            signature(&edge)
-        };
-        assert_eq!(signed(0, b""), None);
-        // The magic number of ext4, whose superblock every mount changes.
-        assert_eq!(signed(1024 + 56, &[0x53, 0xef]), None);
-        assert!(signed(512, b"LABELONE").is_some_and(|s| s.contains("LVM")));
-        assert!(signed(0, b"LUKS\xba\xbe\0\x02").is_some_and(|s| s.contains("LUKS")));
-        for superblock in [0, 4096, (1 << 20) - 8192, (1 << 20) - (64 << 10)] {
-            assert!(signed(superblock, &0xa92b_4efc_u32.to_le_bytes()).is_some_and(|s| s.contains("md")));
-        }
-        assert!(signed(4096 - 10, b"SWAPSPACE2").is_some());
-        assert!(signed(128 << 10, &0x00ba_b10c_u64.to_le_bytes()).is_some_and(|s| s.contains("ZFS")));
-        assert_eq!(signature(&[]), None);
-    }
 }

@@ -1,6 +1,7 @@
-//! The few uses of bpf(2) that a tracker needs once its programs run.
+//! The few uses of bpf(2) that a tracker needs once its programs run; and the switch that makes a block device read-only.
 
 use std::ffi::CString;
+use std::fs::File;
 use std::io;
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -233,6 +234,28 @@ impl Words {
         }
         Ok(Words { address, bytes, words })
     }
+}
+
+// In the kernel's headers _IO(0x12, 93) and _IO(0x12, 94).
+const BLKROSET: libc::Ioctl = 0x125d;
+const BLKROGET: libc::Ioctl = 0x125e;
+
+/// Lets nobody write to a block device any more, nor to its partitions, or ends that.
+///
+/// What has it open for writing gets an error then; what is mounted on it, or above it, is not stopped.
+pub(super) fn set_read_only(device: &File, read_only: bool) -> io::Result<()> {
+    let value = libc::c_int::from(read_only);
+    // SAFETY: the kernel reads one int.
+    let result = unsafe { libc::ioctl(device.as_raw_fd(), BLKROSET, &raw const value) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Whether nobody may write to a block device.
+pub(super) fn is_read_only(device: &File) -> io::Result<bool> {
+    let mut value: libc::c_int = 0;
+    // SAFETY: the kernel writes one int.
+    let result = unsafe { libc::ioctl(device.as_raw_fd(), BLKROGET, &raw mut value) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(value != 0) }
 }
 
 impl Deref for Words {

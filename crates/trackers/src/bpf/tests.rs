@@ -1,5 +1,6 @@
 //! On loop devices of this machine. Each test has a mount namespace of its own: its mounts and pins end with its thread.
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
@@ -572,68 +573,222 @@ fn a_tracker_is_removed_under_load() {
     drop(load);
 }
 
+/// Ends the tracking of a disk, as no command of dsync does.
+fn forget(disk: &Loop) {
+    load::unpin(&folder(&BlockDevice::at(&disk.device).unwrap().number)).unwrap();
+    run(&format!("blockdev --setrw {}", disk.name()));
+}
+
+/// Tracks a disk from an epoch on.
+fn track(disk: &Loop) -> Box<dyn Tracker> {
+    let tracker = find(&disk.device).unwrap().unwrap_or_else(|| add(&disk.device, None).unwrap());
+    tracker.checkpoint().unwrap();
+    tracker.release(EPOCH).unwrap();
+    tracker
+}
+
+fn lost(restored: Restored, why: &str) {
+    match restored {
+        Restored::Lost(said) => assert!(said.contains(why), "{said}"),
+        other => panic!("{other:?} although it {why}"),
+    }
+}
+
+fn state() -> (tempfile::TempDir, device::Dir) {
+    let folder = testing::temporary();
+    let state = device::Dir::open(folder.path()).unwrap();
+    (folder, state)
+}
+
 #[test]
 fn a_saved_record_is_believed_only_if_nobody_wrote_since() {
-    if !ready(&["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs"]) {
+    if !ready(&[]) {
         return;
     }
-    let disk = Loop::new(320);
-    let state = testing::temporary();
-    let state = device::Dir::open(state.path()).unwrap();
-    let mnt = disk.folder.path().join("mnt");
-    std::fs::create_dir(&mnt).unwrap();
-    let mount = format!("mount {} {}", disk.name(), mnt.display());
-    let unmount = format!("umount {}", mnt.display());
+    let disk = Loop::new(128);
+    let (_folder, state) = state();
     assert!(matches!(save(&disk.device, &state), Err(TrackError::Refused(_))));
-    let reboot = |between: &dyn Fn()| {
-        let tracker = match find(&disk.device).unwrap() {
-            Some(tracker) => tracker,
-            None => add(&disk.device, None).unwrap(),
-        };
-        tracker.checkpoint().unwrap();
-        tracker.release(EPOCH).unwrap();
+    let end = |between: &dyn Fn()| {
+        track(&disk);
         write(&disk.device, 20_000);
         save(&disk.device, &state).unwrap();
-        assert_eq!(restore(&disk.device, &state).unwrap(), Restored::WentOn);
-        save(&disk.device, &state).unwrap();
-        remove(&disk.device).unwrap();
+        forget(&disk);
         between();
         restore(&disk.device, &state).unwrap()
     };
-    let lost = |restored: Restored, why: &str| match restored {
-        Restored::Lost(said) => assert!(said.contains(why), "{said}"),
-        other => panic!("{other:?} although it {why}"),
-    };
-    assert_eq!(reboot(&|| ()), Restored::Trusted);
+    assert_eq!(end(&|| ()), Restored::Trusted);
     let tracker = find(&disk.device).unwrap().unwrap();
     assert_eq!((tracker.lost().unwrap(), tracker.released().unwrap()), (None, Some(EPOCH)));
     assert_eq!(runs(&tracker.dirty().unwrap()), "[20000..20001]");
+    assert!(tracker.is_restored().unwrap());
+    tracker.checkpoint().unwrap();
+    tracker.release(EPOCH).unwrap();
+    assert!(!tracker.is_restored().unwrap());
     drop(tracker);
-    lost(reboot(&|| write(&disk.device, 30_000)), "was written");
-    lost(reboot(&|| state.remove(saved::NAME).unwrap()), "no record was saved");
-    lost(
-        reboot(&|| {
-            run(&format!("losetup -d {0}; losetup {0} {1}", disk.name(), disk.image.display()));
-        }),
-        "another disk",
-    );
-    // What another system did with the disk shows in no count of this one.
-    for mkfs in ["mkfs.ext4 -q -F", "mkfs.xfs -q -f", "mkfs.btrfs -q -f"] {
-        run(&format!("{mkfs} {}", disk.name()));
-        let before = saved::fingerprint(&BlockDevice::at(&disk.device).unwrap()).unwrap();
-        assert_eq!(saved::fingerprint(&BlockDevice::at(&disk.device).unwrap()).unwrap(), before);
-        run(&format!("{mount}; {unmount}; sync {}", disk.name()));
-        assert_ne!(saved::fingerprint(&BlockDevice::at(&disk.device).unwrap()).unwrap(), before, "{mkfs}");
-    }
-    // In use: nothing is saved.
-    run(&mount);
-    let refused = save(&disk.device, &state);
-    run(&unmount);
-    assert!(matches!(refused, Err(TrackError::Refused(_))));
+    lost(end(&|| write(&disk.device, 30_000)), "was written");
+    lost(end(&|| state.remove(saved::NAME).unwrap()), "no record was saved");
+    let again = format!("losetup -d {0}; losetup {0} {1}", disk.name(), disk.image.display());
+    lost(end(&|| drop(run(&again))), "another disk");
     remove(&disk.device).unwrap();
 }
 
-/// Across a reboot nothing tells of what another system wrote behind a signature.
+/// What is written after a record was saved would be in no record: it cannot be written, until what was saved is gone.
+#[test]
+fn nobody_writes_while_a_saved_record_is_there() {
+    if !ready(&["blockdev"]) {
+        return;
+    }
+    let disk = Loop::new(8);
+    let (_folder, state) = state();
+    let is_locked = || run(&format!("blockdev --getro {}", disk.name())) == "1";
+    let is_saved = || state.open(saved::NAME, false).is_ok();
+    let checkpoint = |tracker: &dyn Tracker| drop(tracker.checkpoint().unwrap());
+    type GoOn<'a> = &'a dyn Fn(&dyn Tracker);
+    let ways: [(&str, GoOn); 4] = [
+        ("checkpoint", &checkpoint),
+        ("restore", &|_| assert_eq!(restore(&disk.device, &state).unwrap(), Restored::WentOn)),
+        ("save", &|_| {
+            run(&format!("echo 0 >/sys/block/{}/queue/iostats", disk.device.file_name().unwrap().display()));
+            let refused = save(&disk.device, &state).unwrap_err();
+            run(&format!("echo 1 >/sys/block/{}/queue/iostats", disk.device.file_name().unwrap().display()));
+            assert!(refused.to_string().contains("does not count"), "{refused}");
+        }),
+        ("remove", &|_| assert!(remove(&disk.device).unwrap())),
+    ];
+    for (what, go_on) in ways {
+        let tracker = track(&disk);
+        save(&disk.device, &state).unwrap();
+        assert!(is_locked() && is_saved(), "{what}");
+        let opened = std::fs::File::options().write(true).open(&disk.device).unwrap();
+        opened.write_all_at(&[7; 4096], 0).unwrap_err();
+        drop(opened);
+        go_on(&*tracker);
+        assert!(!is_locked() && !is_saved(), "{what}");
+        write(&disk.device, 7);
+    }
+    // One that was read-only before stays so.
+    track(&disk);
+    run(&format!("blockdev --setro {}", disk.name()));
+    save(&disk.device, &state).unwrap();
+    assert_eq!(restore(&disk.device, &state).unwrap(), Restored::WentOn);
+    assert!(is_locked() && !is_saved());
+    run(&format!("blockdev --setrw {}", disk.name()));
+    remove(&disk.device).unwrap();
+}
+
+#[test]
+fn the_record_of_a_disk_in_use_is_not_saved() {
+    if !ready(&["mkfs.ext4"]) {
+        return;
+    }
+    let disk = Loop::new(16);
+    let (_folder, state) = state();
+    let refused = |why: &str| {
+        let said = save(&disk.device, &state).unwrap_err().to_string();
+        assert!(said.contains(why), "{said}");
+        state.open(saved::NAME, false).err().expect("nothing is saved");
+    };
+    track(&disk);
+    // As QEMU has a raw disk, without O_EXCL.
+    let writer = std::fs::File::options().write(true).open(&disk.device).unwrap();
+    refused("opened for writing by");
+    writer.write_all_at(&[7; 4096], 0).unwrap();
+    drop(writer);
+    let mnt = disk.folder.path().join("mnt");
+    run(&format!("mkfs.ext4 -qF {0}; mkdir {1}; mount {0} {1}", disk.name(), mnt.display()));
+    refused("still in use");
+    run(&format!("umount {}", mnt.display()));
+    save(&disk.device, &state).unwrap();
+    remove(&disk.device).unwrap();
+}
+
+/// Attaches a disk anew, to a kernel that counts from zero and has another boot id.
+fn reboot(disk: &Loop) {
+    // In the kernel's headers.
+    const LOOP_CTL_REMOVE: libc::Ioctl = 0x4c81;
+    load::unpin(&folder(&BlockDevice::at(&disk.device).unwrap().number)).unwrap();
+    run(&format!("losetup -d {}", disk.name()));
+    let control = std::fs::File::options().read(true).write(true).open("/dev/loop-control").unwrap();
+    let number: libc::c_int = disk.name().strip_prefix("/dev/loop").unwrap().parse().unwrap();
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        use std::os::fd::AsRawFd;
+        // SAFETY: the argument is a number.
+        if unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_REMOVE, number) } >= 0 {
+            break;
+        }
+        assert!(Instant::now() < until, "{}", io::Error::last_os_error());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let id = disk.folder.path().join("boot_id");
+    run(&format!(
+        "umount /proc/sys/kernel/random/boot_id 2>/dev/null || true; cat /proc/sys/kernel/random/uuid >{0}.new; mv {0}.new {0}; mount --bind {0} /proc/sys/kernel/random/boot_id",
+        id.display()
+    ));
+}
+
+/// What another system did meanwhile with a disk shows in no count of this one.
+#[test]
+fn across_a_reboot_a_record_is_believed_only_where_a_mount_would_show() {
+    if !ready(&["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "sfdisk", "xfs_io"]) {
+        return;
+    }
+    // In partitions that the host does not see, and one of which has nothing on it.
+    let parts = |last: &str| {
+        format!(
+            "printf 'label: gpt\\n,120M\\n{last}' | sfdisk -q $image; losetup -o 1M --sizelimit 120M $other $image; mkfs.ext4 -qF $other; \
+             losetup -d $other"
+        )
+    };
+    let xfs = "mkfs.xfs -qf $image";
+    let used = "mount $other $mnt; echo 1 >$mnt/x; umount $mnt";
+    // Far from the edges, and with no more than the log to show it.
+    let full = "mkfs.xfs -qf $image; mount -o loop $image $mnt; head -c 16M /dev/zero >$mnt/x; umount $mnt";
+    let cut = "mount $other $mnt; echo 1 | dd of=$mnt/x bs=1M seek=8 conv=notrunc,fsync status=none; xfs_io -xc shutdown $mnt; \
+               umount $mnt";
+    let attach = "losetup $other $image;";
+    let (in_part, none) = ("losetup -o 1M --sizelimit 120M $other $image;", "");
+    let cases = [
+        ("mkfs.ext4 -qF $image", attach, none, ""),
+        ("mkfs.ext4 -qF $image", attach, used, "was mounted"),
+        (xfs, attach, none, ""),
+        (xfs, attach, used, "was mounted"),
+        (full, attach, cut, "was mounted"),
+        ("mkfs.btrfs -qf $image", attach, none, ""),
+        ("mkfs.btrfs -qf $image", attach, used, "was mounted"),
+        (&parts(""), in_part, none, ""),
+        (&parts(""), in_part, used, "was mounted"),
+        (&parts(",8M\\n"), in_part, none, "that does not have ext4, XFS or Btrfs"),
+        (":", attach, none, "that does not have ext4, XFS or Btrfs"),
+        ("printf 'LUKS\\272\\276' | dd of=$image conv=notrunc status=none", attach, none, "LUKS"),
+    ];
+    for (make, attach, between, why) in cases {
+        let folder = testing::temporary();
+        let image = folder.path().join("image");
+        std::fs::File::create(&image).unwrap().set_len(320 << 20).unwrap();
+        let disk = Loop::over(image, folder);
+        let (_folder, state) = state();
+        let other = format!("/dev/loop{}", 100 + disk.name()["/dev/loop".len()..].parse::<u32>().unwrap());
+        let (image, mnt) = (disk.image.display(), disk.folder.path().join("mnt"));
+        std::fs::create_dir(&mnt).unwrap();
+        let names = format!("image={image}; other={other}; mnt={};", mnt.display());
+        run(&format!("losetup -d {0}; {names} {make}; losetup {0} {image}", disk.name()));
+        track(&disk);
+        save(&disk.device, &state).unwrap();
+        reboot(&disk);
+        if !between.is_empty() {
+            run(&format!("{names} {attach} {between}; losetup -d $other"));
+        }
+        run(&format!("losetup {0} {image}", disk.name()));
+        let restored = restore(&disk.device, &state).unwrap();
+        match why {
+            "" => assert_eq!(restored, Restored::Trusted, "{make}"),
+            _ => lost(restored, why),
+        }
+        remove(&disk.device).unwrap();
+    }
+}
+
 /// A tracker of the disk that stood there before follows nothing any more: it makes way, with or without a saved record.
 #[test]
 fn a_disk_that_was_attached_anew_is_followed_again() {
@@ -661,37 +816,6 @@ fn a_disk_that_was_attached_anew_is_followed_again() {
         assert_eq!((tracker.lost().unwrap(), runs(&tracker.dirty().unwrap())), (None, "[5..6]".into()));
     }
     remove(&disk.device).unwrap();
-}
-
-#[test]
-fn after_a_reboot_no_record_of_an_encrypted_disk_is_believed() {
-    if !ready(&[]) {
-        return;
-    }
-    let disk = Loop::new(8);
-    let state = testing::temporary();
-    let saved = state.path().join(saved::NAME);
-    let state = device::Dir::open(state.path()).unwrap();
-    for signature in ["nothing", "LUKS\\272\\276"] {
-        run(&format!("printf '{signature}' | dd of={} bs=4k conv=notrunc,sync,fsync 2>&1", disk.name()));
-        let tracker = add(&disk.device, None).unwrap();
-        tracker.checkpoint().unwrap();
-        tracker.release(EPOCH).unwrap();
-        save(&disk.device, &state).unwrap();
-        remove(&disk.device).unwrap();
-        // As if the kernel had been another one. A loop device goes on counting, so without a signature that speaks.
-        let mut record = std::fs::read(&saved).unwrap();
-        let boot = load::boot_id();
-        let at = record.windows(boot.len()).position(|w| w == boot.as_bytes()).unwrap();
-        record[at..at + boot.len()].fill(b'0');
-        std::fs::write(&saved, record).unwrap();
-        let expected = if signature == "nothing" { "was written" } else { "LUKS" };
-        match restore(&disk.device, &state).unwrap() {
-            Restored::Lost(why) => assert!(why.contains(expected), "{why}"),
-            other => panic!("{signature}: {other:?}"),
-        }
-        remove(&disk.device).unwrap();
-    }
 }
 
 #[test]
