@@ -40,6 +40,9 @@ pub struct Identity {
     pub ino: u64,
     /// Of a block device: a number that the kernel gives to each medium once in its life (Linux 5.15).
     pub diskseq: Option<u64>,
+    /// Of a loop device: the part of its file that it shows, as offset and limit. Both may change while it is attached.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<[u64; 2]>,
     /// Bytes.
     pub size: u64,
     /// Last change of a file's content, nanoseconds since 1970; 0 for a block device.
@@ -56,6 +59,7 @@ impl Identity {
     pub fn same_object(&self, other: &Identity) -> bool {
         (self.kind, self.dev, self.ino, self.diskseq) == (other.kind, other.dev, other.ino, other.diskseq)
             && self.same_birth(other).unwrap_or(true)
+            && self.part.zip(other.part).is_none_or(|(this, other)| this == other)
     }
 
     /// True if both files were made at one time, false if they were not; `None` where that is not known.
@@ -94,6 +98,7 @@ pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
         dev: device,
         ino: 0,
         diskseq: diskseq(device),
+        part: part_of_file(device),
         mtime_ns: 0,
         ctime_ns: 0,
         born_ns: None,
@@ -109,6 +114,7 @@ fn of_file(path: PathBuf, metadata: &Metadata) -> Identity {
         dev: metadata.dev(),
         ino: metadata.ino(),
         diskseq: None,
+        part: None,
         size: metadata.len(),
         mtime_ns: nanoseconds(metadata.mtime(), metadata.mtime_nsec()),
         ctime_ns: nanoseconds(metadata.ctime(), metadata.ctime_nsec()),
@@ -160,6 +166,14 @@ pub(crate) fn diskseq(device: u64) -> Option<u64> {
     let place = std::fs::canonicalize(sysfs(device)).ok()?;
     let read = |place: &Path| std::fs::read_to_string(place.join("diskseq")).ok();
     read(&place).or_else(|| read(place.parent()?))?.trim().parse().ok()
+}
+
+/// A partition has its disk's.
+fn part_of_file(device: u64) -> Option<[u64; 2]> {
+    let place = std::fs::canonicalize(sysfs(device)).ok()?;
+    let disk = if place.join("partition").exists() { place.parent()? } else { &place };
+    let read = |name: &str| std::fs::read_to_string(disk.join("loop").join(name)).ok()?.trim().parse().ok();
+    Some([read("offset")?, read("sizelimit")?])
 }
 
 #[cfg(test)]

@@ -327,6 +327,7 @@ impl World {
             mtime_ns: 0,
             ctime_ns: 0,
             born_ns: None,
+            part: None,
         };
         SourceMetadata { path, ..SourceMetadata::new(self.uuid, identity, BLOCK as u32) }
     }

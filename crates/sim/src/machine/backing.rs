@@ -65,6 +65,7 @@ impl Backing for SimBacking {
                 mtime_ns: time,
                 ctime_ns: time,
                 born_ns: None,
+                part: None,
             })
         })
         .map_err(|error| self.failed(error))

@@ -60,6 +60,7 @@ impl ExportBacking {
             mtime_ns: 0,
             ctime_ns: 0,
             born_ns: None,
+            part: None,
         };
         Ok(Some(ExportBacking { identity, disk: Arc::new(disk) }))
     }

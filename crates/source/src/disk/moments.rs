@@ -187,6 +187,7 @@ pub(crate) fn identity(path: &Path, size: u64) -> Result<Identity, SourceError> 
                 mtime_ns: 0,
                 ctime_ns: 0,
                 born_ns: None,
+                part: None,
             })
         }
     }

@@ -19,6 +19,8 @@ pub(super) struct BlockDevice {
     pub first_sector: u64,
     /// Bytes.
     pub size: u64,
+    /// Of a loop device: the part of its file.
+    pub part: Option<[u64; 2]>,
     /// Its folder in sysfs.
     pub sysfs: PathBuf,
 }
@@ -53,6 +55,7 @@ impl BlockDevice {
             // A whole disk has no `start`.
             first_sector: read_number(&sysfs.join("start")).unwrap_or(0),
             size: identity.size,
+            part: identity.part,
             sysfs,
         })
     }

@@ -125,6 +125,7 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
         diskseq: disk.diskseq,
         first_sector: disk.first_sector,
         size: disk.size,
+        part: disk.part,
         block_size,
         boot: boot_id(),
         links: ids,

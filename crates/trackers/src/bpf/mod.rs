@@ -347,6 +347,9 @@ impl BpfTracker {
         if now.size != notes.size || now.first_sector != notes.first_sector {
             return said("the device was resized or moved");
         }
+        if notes.part.is_some() && now.part != notes.part {
+            return said("the loop device shows another part of its file");
+        }
         if load::boot_id() != notes.boot {
             return said("the machine was rebooted");
         }

@@ -50,6 +50,8 @@ impl Counts {
 }
 
 /// See the module.
+///
+/// More than fifteen fields: it is the one value of a map, in which each is found by its name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Notes {
     /// The device's path when tracking began.
@@ -57,6 +59,9 @@ pub(super) struct Notes {
     pub diskseq: u64,
     pub first_sector: u64,
     pub size: u64,
+    /// Of a loop device: the part of its file.
+    #[serde(default)]
+    pub part: Option<[u64; 2]>,
     pub block_size: u32,
     /// The boot id.
     pub boot: String,

@@ -300,6 +300,16 @@ fn counts(place: &Path) -> Option<device::WriteCounts> {
 /// The hardware's name, or its substitute.
 fn hardware_name(disk: &BlockDevice) -> String {
     let place = disk.whole_disk();
-    let files = ["wwid", "device/wwid", "serial", "device/serial", "dm/uuid", "md/uuid", "loop/backing_file"];
+    let files = [
+        "wwid",
+        "device/wwid",
+        "serial",
+        "device/serial",
+        "dm/uuid",
+        "md/uuid",
+        "loop/backing_file",
+        "loop/offset",
+        "loop/sizelimit",
+    ];
     files.iter().filter_map(|f| std::fs::read_to_string(place.join(f)).ok()).collect()
 }

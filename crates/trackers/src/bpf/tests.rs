@@ -475,6 +475,43 @@ fn a_pin_a_link_or_a_disk_that_is_gone_means_lost() {
     assert!(!place.exists());
 }
 
+/// Makes a loop device show this part of its file.
+fn show(disk: &Loop, offset: u64, limit: u64) {
+    use std::os::fd::AsRawFd;
+    // In the kernel's headers, with the places of these two in `struct loop_info64`.
+    const LOOP_SET_STATUS64: libc::Ioctl = 0x4c04;
+    const LOOP_GET_STATUS64: libc::Ioctl = 0x4c05;
+    let device = std::fs::File::open(&disk.device).unwrap();
+    let mut about = [0u64; 29];
+    // SAFETY: the structure has 232 bytes.
+    assert_eq!(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_GET_STATUS64, &raw mut about) }, 0);
+    (about[3], about[4]) = (offset, limit);
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_STATUS64, &raw const about) }, 0);
+}
+
+/// Neither its number, nor that of the kernel, nor its size tells that it has other content.
+#[test]
+fn a_loop_device_that_shows_another_part_of_its_file_is_not_what_it_was() {
+    if !ready(&[]) {
+        return;
+    }
+    let disk = Loop::new(16);
+    show(&disk, 0, 8 << 20);
+    let tracker = track(&disk);
+    let look = || device::identity(&disk.device).unwrap();
+    let before = look();
+    assert_eq!(tracker.lost().unwrap(), None);
+    show(&disk, 4 << 20, 8 << 20);
+    assert!(!look().same_object(&before));
+    assert_eq!(device::Identity { part: before.part, ..look() }, before);
+    assert!(tracker.lost().unwrap().is_some_and(|why| why.contains("another part of its file")));
+    tracker.checkpoint().unwrap();
+    tracker.release(EPOCH).unwrap();
+    assert!(tracker.lost().unwrap().is_some(), "an epoch mends nothing");
+    remove(&disk.device).unwrap();
+}
+
 /// What was cut off is gone, and no write has said so.
 #[test]
 fn a_disk_that_was_smaller_for_a_while_is_not_what_it_was() {
