@@ -1,5 +1,6 @@
 //! A disk that is mounted and busy is followed and copied, with its file system frozen for a moment.
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use dsync_tests::mount::{Loop, Mount, wait_until_free};
 use dsync_tests::scene::number;
 use dsync_tests::site::binary;
 use dsync_tests::tracked::{Tracked, Untrack};
-use dsync_tests::{Random, Run, Site, got, need, repository, rounds, say, until};
+use dsync_tests::{Random, Run, Site, got, need, repository, rounds, say, skipped, until};
 use testing::stalled::{StalledWrite, is_freezing};
 
 const MIB: u64 = 1 << 20;
@@ -139,7 +140,7 @@ fn a_sync_that_is_killed_leaves_a_disk_that_is_followed_and_thawed() {
             Run::new(format!("mkfs.{fs}")).args(options).arg(&image).ok();
             let mount = Mount::new(&["-o", "loop"], &image, &place);
             if mount.is_none() {
-                dsync_tests::skipped(what, &format!("{fs} cannot be mounted from a loop device here"));
+                skipped(what, &format!("{fs} cannot be mounted from a loop device here"));
                 continue;
             }
             mount
@@ -441,6 +442,31 @@ fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     assert!(!asked.contains("remove") && !asked.contains("no longer"), "{asked}");
 }
 
+/// A tracked disk has no view for a verify. What nobody notices at its replica is found by a comparison, as docs/guide.md says.
+#[test]
+fn a_comparison_finds_at_the_replica_what_a_verify_cannot() {
+    let what = "an unnoticed write to the replica of a tracked disk";
+    let Some(tracked) = Tracked::new(what, 16 * MIB) else { return };
+    let (site, image) = (&tracked.site, tracked.site.image("copy.raw", 16 * MIB));
+    let Some(copy) = Loop::new(&image) else { return skipped(what, "there is no loop device") };
+    let sync = |options: &[&str]| site.sync(tracked.device(), copy.device(), options).ok().summary();
+    sync(&[]);
+    // Beneath the device, where the kernel does not count.
+    let file = std::fs::File::options().read(true).write(true).open(&image).expect("the file");
+    file.write_all_at(&[7; 4096], 9 * MIB).and_then(|()| file.sync_all()).expect("a write");
+    let differs = || {
+        let mut block = [0; 4096];
+        file.read_exact_at(&mut block, 9 * MIB).expect("the block");
+        block == [7; 4096]
+    };
+    assert_eq!(sync(&[])["method"], "tracked");
+    assert!(differs());
+    let verify = site.dsync(["verify"]).arg(tracked.device()).arg(copy.device());
+    verify.code(4).says(&["keeps no view of it for a verify", "sync --method compare"]);
+    assert_eq!(sync(&["--method", "compare"])["method"], "compare");
+    assert!(!differs());
+}
+
 #[test]
 fn a_mount_point_is_answered_with_its_disk() {
     let Some(tracked) = Tracked::new("a mount point to be tracked", 64 * MIB) else { return };
@@ -520,7 +546,6 @@ fn two_first_syncs_at_once_agree_on_what_the_disk_is() {
 
 /// A number in a file, overwritten in place and durable.
 fn put(file: &std::fs::File, number: u64) {
-    use std::os::unix::fs::FileExt;
     file.write_all_at(&number.to_le_bytes(), 0).expect("a write");
     file.sync_data().expect("a sync");
 }
