@@ -54,6 +54,11 @@ pub trait Tracker: Send + Sync {
     /// Blocks written since the last release, without ending the epoch.
     fn dirty(&self) -> Result<Bitmap, TrackError>;
 
+    /// What happens to the disk unnoticed because the running kernel does not show it, as a sentence; `None` if nothing does.
+    fn unnoticed(&self) -> Result<Option<&'static str>, TrackError> {
+        Ok(None)
+    }
+
     /// Blocks that this object's last checkpoint marked in the next record because a write to them was in flight, or was taken
     /// to be: such a mark alone does not mean a later write. `None` if checkpoints make no such marks.
     fn in_flight(&self) -> Option<Bitmap> {

@@ -442,6 +442,25 @@ fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     assert!(!asked.contains("remove") && !asked.contains("no longer"), "{asked}");
 }
 
+/// Where no program may be attached to functions of the kernel, as without ftrace or under a lockdown.
+#[test]
+fn what_a_kernel_does_not_show_is_said() {
+    let what = "a tracked disk on a kernel that shows no functions";
+    let Some(tracked) = Tracked::new(what, 16 * MIB) else { return };
+    let (site, device) = (&tracked.site, tracked.device());
+    site.dsync(["track", "remove"]).arg(device).ok();
+    let added = site.dsync(["track", "add"]).arg(device).ok();
+    let pins = site.pins().read_dir().expect("pins").next().expect("a tracker").expect("a folder").path();
+    let is_left_out = !pins.join("capacity").exists();
+    let sentence = "with no read or write in between, this is not noticed";
+    assert_eq!(added.stderr.contains(sentence) && added.stderr.contains("warning"), is_left_out, "{added}");
+    site.sync(device, &site.path("copy.raw"), &[]).ok();
+    let told = site.dsync(["status"]).arg(device).ok().text();
+    assert_eq!(told.contains(sentence), is_left_out, "{told}");
+    let told = site.dsync(["status", "--json"]).arg(device).ok().text();
+    assert!(told.contains(if is_left_out { sentence } else { "\"unnoticed\":null" }), "{told}");
+}
+
 /// A tracked disk has no view for a verify. What nobody notices at its replica is found by a comparison, as docs/guide.md says.
 #[test]
 fn a_comparison_finds_at_the_replica_what_a_verify_cannot() {

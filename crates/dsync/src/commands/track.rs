@@ -25,6 +25,8 @@ struct TrackerStatus {
     /// Blocks written since the last checkpoint; `None` if that cannot be told.
     dirty: Option<u64>,
     lost: Option<String>,
+    /// What happens to it unnoticed on the running kernel.
+    unnoticed: Option<&'static str>,
 }
 
 /// Starts or stops tracking a disk; saves and restores its record.
@@ -189,6 +191,9 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
                 device.display(),
                 units::size(tracker.block_size().into())
             ));
+            if let Some(what) = tracker.unnoticed()? {
+                output.warn(&format!("{}: {what}", device.display()));
+            }
             output.more("the record is lost at the next reboot unless dsync-track@.service saves it");
             say(device, &*tracker, output)
         }
@@ -278,6 +283,7 @@ fn say(device: &Path, tracker: &dyn Tracker, output: &Output) -> Result<()> {
         block_size: tracker.block_size(),
         dirty: tracker.dirty().ok().map(|dirty| dirty.count()),
         lost: tracker.lost()?,
+        unnoticed: tracker.unnoticed()?,
     };
     output.say(&format!(
         "device {} ({}, blocks of {}) is tracked by {}",
@@ -291,6 +297,9 @@ fn say(device: &Path, tracker: &dyn Tracker, output: &Output) -> Result<()> {
     }
     if let Some(why) = &status.lost {
         output.say(&format!("  earlier changes are not known: {why}"));
+    }
+    if let Some(what) = status.unnoticed {
+        output.say(&format!("  {what}"));
     }
     output.summary(&status);
     Ok(())

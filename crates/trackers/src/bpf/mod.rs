@@ -65,6 +65,10 @@ const ENDS: usize = 2;
 /// The number of a link that could not be made.
 const LEFT_OUT: u32 = 0;
 
+/// What is missed where a link is left out.
+const SHRUNK_UNNOTICED: &str = "if it is made smaller or reset, and then as large as before, with no read or write in between, this is not \
+                                noticed: the kernel lets no BPF program see changes of sizes";
+
 const BEGAN: &str = "it was not tracked before";
 
 /// Where a device's tracker is pinned.
@@ -482,6 +486,12 @@ impl Tracker for BpfTracker {
     fn dirty(&self) -> Result<Bitmap, TrackError> {
         let _lock = self.lock()?;
         Ok(self.both())
+    }
+
+    fn unnoticed(&self) -> Result<Option<&'static str>, TrackError> {
+        let notes = self.notes()?;
+        let left_out = notes.links[TRACEPOINTS.len()..].contains(&LEFT_OUT);
+        Ok(left_out.then_some(SHRUNK_UNNOTICED))
     }
 
     fn is_restored(&self) -> Result<bool, TrackError> {

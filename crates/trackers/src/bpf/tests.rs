@@ -541,6 +541,7 @@ fn a_disk_that_was_smaller_for_a_while_is_not_what_it_was() {
     resize(8);
     assert_eq!(tracker.lost().unwrap(), None);
     let shown = folder(&BlockDevice::at(&disk.device).unwrap().number).join("capacity").exists();
+    assert_eq!(tracker.unnoticed().unwrap().is_some(), !shown);
     if shown {
         resize(4);
         resize(8);
