@@ -65,7 +65,13 @@ struct bio {
 	void *bi_private;
 };
 
+struct request_queue {
+	struct gendisk *disk;
+};
+
 struct request {
+	struct request_queue *q;
+	u32 cmd_flags;
 	struct bio *bio;
 };
 #pragma clang attribute pop
@@ -117,6 +123,8 @@ enum {
 	STRAY,
 	/* Times that the disk was made smaller: what was cut off is gone, also if it is as large again. */
 	SHRUNK,
+	/* Commands of a driver's own with data for the disk, which a program has sent past the block layer. */
+	PASSED,
 	COUNTS,
 };
 
@@ -316,12 +324,19 @@ int bio_complete(u64 *ctx)
 /* More than a request holds. What it held in excess would be taken to be in flight until its bio is used again. */
 #define MOST_BIOS 1024
 
+/* REQ_OP_DRV_OUT: nothing else tells what it writes, or where. */
+#define COMMAND_OUT 35
+
 SEC("tp_btf/block_rq_complete")
 int rq_complete(u64 *ctx)
 {
-	struct bio *bio = ((struct request *)ctx[0])->bio;
+	struct request *request = (struct request *)ctx[0];
+	struct bio *bio = request->bio;
 	u32 left = ctx[2];
 
+	/* Its bios name no disk. */
+	if ((request->cmd_flags & 0xff) == COMMAND_OUT && request->q->disk->diskseq == diskseq)
+		count(PASSED);
 	if (!bio || !changes_data(bio))
 		return 0;
 	for (int i = 0; i < MOST_BIOS && bio; i++) {

@@ -289,6 +289,19 @@ fn the_bpf_tracker_follows() {
 }
 
 #[test]
+fn a_command_past_the_block_layer_is_lost() {
+    let what = "SCSI commands of a program on a tracked disk";
+    for &kernel in kernels() {
+        if !guest::wanted(what) || !possible(kernel, what) || !need(&["python3"], what) {
+            continue;
+        }
+        let mut vm = Vm::new(kernel, "scsi.sh", Vec::new());
+        vm.modules(&["sd_mod", "scsi_debug dev_size_mb=16", "brd rd_nr=1 rd_size=16384"]);
+        vm.run(180);
+    }
+}
+
+#[test]
 fn a_user_follows_and_syncs() {
     let what = "a user's commands on live disks of a guest";
     for &kernel in kernels() {

@@ -14,11 +14,12 @@
 //!   record too. Request-based disks complete in `block_rq_complete`, all others in `block_bio_complete`. Part of a split bio may
 //!   complete after the rest, so the table has the whole bio.
 //! - **The record is lost** after: a full table, a missed event, a completion without a start (the write began before the tracking), a
-//!   pin or a link that is missing or replaced, another disk under the same number, another size, another boot. A disk that was smaller for a
+//!   pin or a link that is missing or replaced, another disk under the same number, another size, another boot, a command
+//!   with data for the disk that a program has sent past the block layer (SG_IO, NVMe passthrough). A disk that was smaller for a
 //!   while is told by the functions of the kernel that set sizes; where the kernel shows no functions, by what was read or written meanwhile.
 //! - **Partitions** are tracked by sectors of the whole disk.
 //!
-//! Not detected: commands that bypass the block layer (SG_IO, NVMe passthrough), and writers on other hosts. With request-based
+//! Not detected: such commands without data (FORMAT UNIT, NVMe Write Zeroes), and writers on other hosts. With request-based
 //! multipath, track the multipath device.
 
 mod content;
@@ -321,8 +322,8 @@ impl BpfTracker {
             sys::lookup(self.counts.as_fd(), key, &mut value).map(|()| u64::from_ne_bytes(value))
         };
         let read = || {
-            let (dropped, stray, shrunk) = (count(0)?, count(1)?, count(2)?);
-            let mut counts = Counts { dropped, stray, shrunk, ..Counts::default() };
+            let [dropped, stray, shrunk, passed] = [count(0)?, count(1)?, count(2)?, count(3)?];
+            let mut counts = Counts { dropped, stray, shrunk, passed, ..Counts::default() };
             // Those that may be left out have nothing to do with writes.
             for (i, link) in self.links().into_iter().enumerate().take(TRACEPOINTS.len()) {
                 let misses = sys::misses(link?.1)?;

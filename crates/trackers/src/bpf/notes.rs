@@ -25,6 +25,9 @@ pub(super) struct Counts {
     pub unended: u64,
     /// Times that the disk was made smaller.
     pub shrunk: u64,
+    /// Commands with data for the disk that were sent past the block layer.
+    #[serde(default)]
+    pub passed: u64,
 }
 
 impl Counts {
@@ -40,6 +43,11 @@ impl Counts {
         } else if doubtful && more(|c| c.unended) > 0 {
             // A write whose start was missed is known only by its completion.
             format!("{} ends of writes were missed after missed starts", more(|c| c.unended))
+        } else if more(|c| c.passed) > 0 {
+            format!(
+                "{} commands that may write were sent past the block layer (SG_IO, NVMe passthrough)",
+                more(|c| c.passed)
+            )
         } else if more(|c| c.shrunk) > 0 {
             "the disk was made smaller in the meantime, and what was cut off is lost".into()
         } else {
