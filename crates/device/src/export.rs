@@ -46,8 +46,11 @@ impl ExportUri {
     pub fn without_links(self) -> ExportUri {
         match self {
             ExportUri { server: NbdServer::Unix(socket), export } => {
-                let server = NbdServer::Unix(std::fs::canonicalize(&socket).unwrap_or(socket));
-                ExportUri { server, export }
+                let in_folder =
+                    || Some(std::fs::canonicalize(socket.parent()?).ok()?.join(socket.file_name()?));
+                // Its server may be away.
+                let found = std::fs::canonicalize(&socket).ok().or_else(in_folder);
+                ExportUri { server: NbdServer::Unix(found.unwrap_or(socket)), export }
             }
             other => other,
         }

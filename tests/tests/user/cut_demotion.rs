@@ -11,6 +11,44 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 4 * MIB;
 const WHAT: &str = "the demotion of a group that is killed";
 
+/// A sync by whose consent its destination ends as a source is killed, and run again: what is left is a replica, which can take over.
+#[test]
+fn a_consent_that_is_killed_leaves_one_role() {
+    const WHAT: &str = "a consent that is killed";
+    if !need(&["strace"], WHAT) {
+        return;
+    }
+    let mut random = Random::new(WHAT);
+    let mut killed = 0;
+    for _ in 0..rounds(6, 60) {
+        let site = Site::new();
+        let (near, far) = (site.image("near.raw", SIZE), site.path("far.raw"));
+        let sync = |from: &Path, to: &Path, how: &[&str]| site.sync(from, to, how);
+        sync(&near, &far, &[]).ok();
+        site.dsync(["promote", "--force"]).arg(&far).ok();
+        sync(&far, &near, &["--discard-there"]).ok();
+        site.dsync(["promote", "--force"]).arg(&near).ok();
+        let server = site.serve(&[&near], &[]);
+        Disks::change(&server, &near, &mut random);
+        server.stop();
+        let at = format!("inject=rename,renameat,renameat2:signal=KILL:when={}", 4 + random.below(14));
+        let strace = site.run(&find("strace").expect("strace")).args(["-f", "-o", "/dev/null", "-e", &at]);
+        let cut = strace
+            .arg(dsync_tests::site::binary())
+            .arg("sync")
+            .args([&far, &near])
+            .arg("--discard-there")
+            .output();
+        killed += u64::from(!cut.status.success());
+        sync(&far, &near, &["--discard-there"]).ok();
+        image::assert_equal(&near, &far);
+        site.dsync(["demote"]).args([&far, &near]).ok();
+        site.dsync(["promote"]).arg(&near).ok();
+        sync(&near, &far, &[]).ok();
+    }
+    println!("{killed} were killed");
+}
+
 /// The renames of a demotion, among them that of its intent, at which it is killed.
 const FIRST: u64 = 14;
 const LAST: u64 = 34;

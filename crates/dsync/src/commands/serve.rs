@@ -462,10 +462,10 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
 
 /// Refuses a replica that holds what its source never was, and says of any other what its clients see.
 fn check_whole(image: &Path, state: &StateDir, output: &Output) -> Result<()> {
-    if sync::settle(state, image)? {
+    if let Some(replica) = sync::settle(state, image)? {
         output.warn(&format!(
             "{0} is a replica: clients that read it while a sync commits see parts of two moments. {0}@now shows one",
-            image.display()
+            replica.display()
         ));
     }
     Ok(())

@@ -195,6 +195,12 @@ impl KnownReplicas {
         let mut entries = self.entries()?;
         let usual = folder_beside(&at);
         entries.retain(|entry| entry.folder != usual && (entry.path == at || is_same(&entry.path)));
+        // Another disk may have the name of a device.
+        let lineage = |entry: &Entry| Lineage::load(&Dir::existing(&entry.folder).ok()?).ok()?;
+        let is_another = |entry: &Entry| {
+            lineage(entry).and_then(|lineage| lineage.disk).is_some_and(|disk| !is_disk(&at, &disk))
+        };
+        entries.retain(|entry| !is_another(entry));
         Ok(entries.into_iter().map(|entry| (entry.path, entry.folder)).collect())
     }
 

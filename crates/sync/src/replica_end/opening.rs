@@ -11,6 +11,7 @@ use source::{SourceError, StateDir};
 use crate::conflict::ways_of_group;
 use crate::error::SyncError;
 use crate::plan::primary::{primary_at, refuse_adoption};
+use crate::roles::demote::complete;
 use crate::site::{Site, list};
 use crate::wire::messages::{Open, Opening, Primary};
 
@@ -75,6 +76,10 @@ fn open_member(
     refuse_source(open.source.as_ref(), path, state)?;
     let here = replica::ReplicaOptions { group, ..state.opening(open.journal_dir.as_deref()) };
     let options = asked_for(open, here);
+    if let Ok(Some(lineage)) = state.lineage(path, &options) {
+        let known = state.source(&path.to_string_lossy())?;
+        complete(state, path, known, &lineage, &state.opening(open.journal_dir.as_deref()))?;
+    }
     if let Some(origin) = &open.origin {
         if let Some(primary) = primary_at(path, &options, state, origin)? {
             return Ok(Opened::Primary(path.to_path_buf(), primary));

@@ -12,8 +12,7 @@ use crate::site::Site;
 /// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first.
 pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
     let path = path_of(state, what)?;
-    ready(state, &path)?;
-    let seen = look_at(&path, state)?;
+    let seen = ready(state, &path)?;
     // A replica is read as the disk that it is.
     let own = seen.iter().find(|seen| seen.path == path).map(|seen| seen.lineage.format);
     let format = options.format.or(own.filter(|format| !format.is_raw()));
@@ -23,8 +22,7 @@ pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<H
         let holder = "a sync to it has begun".into();
         return Err(SourceError::Busy { path, holder }.into());
     }
-    let is_replica = |seen: &&SeenReplica| seen.lineage.role.promoted.is_none();
-    let passes_on = seen.first().filter(is_replica);
+    let passes_on = seen.first().filter(|seen| seen.is_replica());
     passes_on.map_or(Ok(()), |seen| handle.passes_on(&seen.lineage.role.lives))?;
     Ok(handle)
 }
@@ -60,25 +58,31 @@ fn path_of(state: &dyn Site, what: &str) -> Result<PathBuf, SyncError> {
     Ok(state.source(what)?.map_or_else(|| PathBuf::from(what), |(_, about)| about.path))
 }
 
-/// Completes what was interrupted of a disk, before it is read as a source.
-fn ready(state: &dyn Site, path: &Path) -> Result<(), SyncError> {
-    if state.exists(path) {
-        refuse_demoted(path, state)?;
-        settle(state, path)?;
+/// Completes what was interrupted of a disk, before it is read as a source. The replicas that it is.
+fn ready(state: &dyn Site, path: &Path) -> Result<Vec<SeenReplica>, SyncError> {
+    let seen = look_at(path, state)?;
+    if !state.exists(path) {
+        return Ok(seen);
     }
-    Ok(())
+    refuse_demoted(path, &seen, state)?;
+    settled(state, path, seen)
 }
 
-/// Completes what was interrupted of a disk, before it is read. True if it is a replica.
+/// Completes what was interrupted of a disk, before it is read. Where its replica is, if it is one.
 ///
 /// # Errors
 /// As [`replica::settle`].
-pub fn settle(state: &dyn Site, path: &Path) -> Result<bool, SyncError> {
-    let seen = look_at(path, state)?;
+pub fn settle(state: &dyn Site, path: &Path) -> Result<Option<PathBuf>, SyncError> {
+    let seen = settled(state, path, look_at(path, state)?)?;
+    Ok(seen.into_iter().find(SeenReplica::is_replica).map(|seen| seen.path))
+}
+
+/// Completes what was interrupted of these replicas, which the disk at `path` is.
+fn settled(state: &dyn Site, path: &Path, seen: Vec<SeenReplica>) -> Result<Vec<SeenReplica>, SyncError> {
     for SeenReplica { path, folder, .. } in &seen {
         state.settle(path, &state.opening(folder.as_deref()))?;
     }
-    Ok(seen.iter().any(|seen| seen.lineage.role.promoted.is_none()))
+    if seen.is_empty() { Ok(seen) } else { look_at(path, state) }
 }
 
 /// Attaches to the members of a group, which have to be of one promotion.

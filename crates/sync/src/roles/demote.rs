@@ -9,7 +9,7 @@ use delta::Epoch;
 use device::{WriteCounts, WriteWatch};
 use extents::Bitmap;
 use lineage::Lives;
-use replica::{Demotion, GaveUp, Lineage, Released, Replica, Unsure, UnsureSet};
+use replica::{Demotion, GaveUp, Lineage, Released, Replica, Role, Unsure, UnsureSet};
 use serde::Serialize;
 use source::{
     AtRest, DeviceTrust, Handle, History, SourceError, SourceMembership, SourceMetadata, SourceOptions,
@@ -245,7 +245,28 @@ fn whereabouts(state: &dyn Site, source: Option<Uuid>) -> String {
     }
 }
 
-/// A source that was demoted before; what a crash left of its state goes.
+/// Completes the demotion of a source that is a replica by now: what a crash left of its state goes.
+pub(crate) fn complete(
+    state: &dyn Site,
+    path: &Path,
+    known: Option<(PathBuf, SourceMetadata)>,
+    lineage: &Lineage,
+    opening: &replica::ReplicaOptions,
+) -> Result<(), SyncError> {
+    let is_left = |about: &SourceMetadata| {
+        let Role { demoted, promoted, term, .. } = &lineage.role;
+        demoted.is_some() && promoted.is_none() && lineage.source == Some(about.uuid) && about.term <= *term
+    };
+    let Some((place, about)) = known.filter(|(_, about)| is_left(about)) else { return Ok(()) };
+    match state.open(path, opening) {
+        Ok(replica) => leave_knowledge(state, &place, &replica),
+        Err(busy) if busy.is_busy() => return Err(busy.into()),
+        Err(_) => {}
+    }
+    Ok(state.forget(&place, &about)?)
+}
+
+/// A source that was demoted before.
 fn again(
     state: &dyn Site,
     path: &Path,
@@ -260,12 +281,7 @@ fn again(
             whereabouts(state, lineage.source)
         )));
     };
-    if let Some((place, about)) = known.filter(|(_, about)| about.uuid == source) {
-        if let Ok(replica) = state.open(path, opening) {
-            leave_knowledge(state, &place, &replica);
-        }
-        state.forget(&place, &about)?;
-    }
+    complete(state, path, known, lineage, opening)?;
     let (term, others_wrote) = (lineage.role.term, lineage.unsure == Unsure::Everything);
     Ok(DemoteSummary {
         path: path.to_path_buf(),

@@ -18,9 +18,13 @@ use crate::error::SyncError;
 use crate::roles::ended::ended_with;
 use crate::site::Site;
 
-/// What is written down of the replica at `path`; `None` if there is none, or nothing at all.
+/// What is written down of the replica at `path` where its state is usually; `None` if there is none, or nothing at all.
 fn lineage(path: &Path, state: &dyn Site) -> Result<Option<Lineage>, SyncError> {
-    Ok(look_at(path, state)?.into_iter().next().map(|seen| seen.lineage))
+    match state.lineage(path, &state.opening(None)) {
+        // Opening it next reports a better error.
+        Err(_) if !state.exists(path) => Ok(None),
+        other => Ok(other?),
+    }
 }
 
 /// What is written down of a replica, and whether a commit may be under way.
@@ -30,6 +34,29 @@ pub(crate) struct SeenReplica {
     pub folder: Option<PathBuf>,
     pub lineage: Lineage,
     commits: bool,
+}
+
+impl SeenReplica {
+    /// True unless it was made a source.
+    pub(crate) fn is_replica(&self) -> bool {
+        self.lineage.role.promoted.is_none()
+    }
+
+    /// How commands name it.
+    fn named(&self) -> String {
+        match &self.folder {
+            Some(folder) => format!("--journal-dir {} {}", folder.display(), self.path.display()),
+            None => self.path.display().to_string(),
+        }
+    }
+
+    /// The command that makes it the source, together with those of its group.
+    fn promotion(&self) -> String {
+        match &self.lineage.group {
+            Some(group) => format!("dsync promote --group {}", group.dir_for(&self.path).display()),
+            None => format!("dsync promote {}", self.named()),
+        }
+    }
 }
 
 /// The replicas that the disk at `path` is: by its name, or by that of a file or disk of which it is all or a part. By another name one that was
@@ -43,7 +70,8 @@ pub(crate) fn look_at(path: &Path, state: &dyn Site) -> Result<Vec<SeenReplica>,
             Err(_) if !state.exists(&at) => continue,
             other => other?,
         };
-        let Some(lineage) = lineage.filter(|lineage| at == path || lineage.role.promoted.is_none()) else {
+        let is_its_own = at == path && folder.is_none();
+        let Some(lineage) = lineage.filter(|lineage| is_its_own || lineage.role.promoted.is_none()) else {
             continue;
         };
         let commits = state.is_committing(&at, &lineage, &options)?;
@@ -142,13 +170,13 @@ fn refuse_ended(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
 /// [`SyncError::Refused`], or if its state cannot be read.
 pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<(), SyncError> {
     refuse_unfinished(path, state)?;
-    let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
+    let Some(replica) = look_at(path, state)?.into_iter().find(SeenReplica::is_replica) else {
         return refuse_ended(path, state);
     };
+    let (lineage, promote) = (&replica.lineage, replica.promotion());
     let restored =
         state.source(&path.to_string_lossy())?.filter(|(_, about)| Some(about.uuid) != lineage.source);
-    let promote = promotion(path, &lineage);
-    let path = path.display();
+    let path = replica.path.display();
     let at = match (lineage.epoch, lineage.source) {
         (Some(epoch), Some(source)) => format!("a replica of source {source} at epoch {epoch}"),
         (None, Some(source)) => format!("a replica of source {source} that is not complete"),
@@ -160,9 +188,10 @@ pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<
             about.uuid
         ),
         (Some(demoted), None) => format!(
-            "It was the source until it was demoted on {}. If another disk was promoted in its place, use that; \"dsync promote {path}\" says \
+            "It was the source until it was demoted on {}. If another disk was promoted in its place, use that; \"dsync promote {}\" says \
              what it takes to make it the source again",
-            device::moment(demoted.since)
+            device::moment(demoted.since),
+            replica.named()
         ),
         (None, None) if lineage.epoch.is_none() => format!(
             "Complete its first copy with \"dsync sync\" from its source; if that is gone, \"dsync forget {path}\" makes it a plain disk"
@@ -182,39 +211,30 @@ pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<
 /// What the disk at `path` is, and how it becomes the source, if it is a replica that was never promoted: syncing from it restores
 /// another disk.
 pub fn unpromoted(path: &Path, state: &dyn Site) -> Option<String> {
-    let lineage = lineage(path, state).ok()??;
-    let (source, epoch) = (lineage.source?, lineage.epoch?);
-    lineage.role.promoted.is_none().then(|| {
+    let replica = look_at(path, state).ok()?.into_iter().find(SeenReplica::is_replica)?;
+    let (source, epoch) = (replica.lineage.source?, replica.lineage.epoch?);
+    Some({
         format!(
             "{} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To bring it up to date, \
              exchange SRC and DST. To take over from its source, run \"{}\" instead",
             path.display(),
             epoch.number,
-            promotion(path, &lineage)
+            replica.promotion()
         )
     })
 }
 
-/// The command that makes a replica the source, together with those of its group.
-fn promotion(path: &Path, lineage: &Lineage) -> String {
-    match &lineage.group {
-        Some(group) => format!("dsync promote --group {}", group.dir_for(path).display()),
-        None => format!("dsync promote {}", path.display()),
-    }
-}
-
-/// Refuses a source that was demoted: it has nothing that is newer than what it follows.
-pub(crate) fn refuse_demoted(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
+/// Refuses a source that was demoted, as which these were seen: it has nothing that is newer than what it follows.
+pub(crate) fn refuse_demoted(path: &Path, seen: &[SeenReplica], state: &dyn Site) -> Result<(), SyncError> {
     refuse_unfinished(path, state)?;
-    let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
-        return refuse_ended(path, state);
-    };
-    let Some(demoted) = lineage.role.demoted else { return Ok(()) };
+    let Some(replica) = seen.iter().find(|seen| seen.is_replica()) else { return refuse_ended(path, state) };
+    let Some(demoted) = &replica.lineage.role.demoted else { return Ok(()) };
     Err(SyncError::Refused(format!(
         "{0} was demoted on {1}, and is a replica of source {2} since: sync to it from the disk that was promoted. \
-         \"dsync promote {0}\" says what it takes to make it the source again",
-        path.display(),
+         \"dsync promote {3}\" says what it takes to make it the source again",
+        replica.path.display(),
         device::moment(demoted.since),
-        lineage.source.unwrap_or_default(),
+        replica.lineage.source.unwrap_or_default(),
+        replica.named()
     )))
 }

@@ -577,15 +577,19 @@ impl StatusReply {
 }
 
 impl Plan {
+    /// True if it is one of a mirror, or gives or takes a role, or a word for it.
+    fn is_special(&self) -> bool {
+        self.mirror.is_some() || self.release.is_some() || self.give_up.is_some() || self.accept
+    }
+
     /// True if the replica is only read.
     pub(crate) fn looks(&self) -> bool {
-        self.compare.is_some() && !self.delta && self.mirror.is_none() && !self.accept
+        self.compare.is_some() && !self.delta && !self.is_special()
     }
 
     /// True if it leaves the replica to a commit of its group, or is a first copy of it.
     pub(crate) fn suits_group(&self) -> bool {
-        let delta = self.delta && self.mirror.is_none() && self.release.is_none() && !self.accept;
-        delta || (self.looks() && self.looks_first)
+        !self.is_special() && (self.delta || self.looks_first)
     }
 
     /// Refuses an invalid plan.
