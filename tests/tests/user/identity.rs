@@ -231,6 +231,29 @@ fn a_replica_to_which_a_sync_begins_meanwhile_is_not_read() {
     image::assert_equal(&scene.image, &second);
 }
 
+/// A replica on a device is that of the disk, and not of what else has its name later.
+#[test]
+fn another_disk_under_the_name_of_a_replicas_device_is_no_replica() {
+    let what = "another disk under the name of a replica's device";
+    if !need_root(what) {
+        return;
+    }
+    let scene = Scene::synced(what, 8 * MIB);
+    let (site, elsewhere) = (&scene.site, scene.site.path("elsewhere"));
+    let [one, other] = ["one.raw", "other.raw"].map(|name| site.image(name, 8 * MIB));
+    let Some(device) = Loop::new(&one) else { return skipped(what, "losetup cannot attach a loop device") };
+    let name = device.device().to_path_buf();
+    let options = ["--journal-dir", elsewhere.to_str().expect("UTF-8")];
+    site.sync(&scene.image, &name, &options).ok();
+    let serve = || site.dsync(["serve"]).arg(&name).arg("--socket").arg(site.socket("s"));
+    serve().code(4).says(&["is a replica of source", "dsync promote --journal-dir"]);
+    drop(device);
+    let Some(_device) = Loop::named(&name, &other) else {
+        return skipped(what, "its name was taken meanwhile");
+    };
+    site.serve(&[&name], &[]).stop();
+}
+
 /// Between the look at a destination and its lock another command may make it, and others may open it since.
 #[test]
 fn a_replica_that_is_made_meanwhile_is_looked_at_anew() {

@@ -321,7 +321,7 @@ mod tests {
     use super::*;
     use crate::error::Class;
     use crate::options::LiveOptions;
-    use crate::wire::messages::{PLAN, Plan, StatusReply};
+    use crate::wire::messages::{Apart, PLAN, Plan, StatusReply};
 
     const SIZE: usize = 1 << 20;
 
@@ -431,14 +431,23 @@ mod tests {
     #[test]
     fn a_source_writes_nothing_in_a_dry_run() {
         let place = Place::new();
-        let open = Open::new(&place.path("copy"), &None, replica::CommitMode::Journal);
-        let dry = sync(SyncOptions { dry_run: true, ..SyncOptions::default() });
-        let pulled = place.pull_from(&place.pull(dry), move |link| {
-            let plan = Plan { bytes: 1, delta: true, ..Plan::default() };
-            let error = liar(link, open, Some(plan)).unwrap_err();
-            assert!(error.to_string().contains("none were asked for"), "{error}");
-        });
-        assert!(pulled.unwrap_err().to_string().contains("none were asked for"));
+        let compare = Some(Scope::whole(SIZE as u64, 4096));
+        let epoch = delta::Epoch { number: 1, id: Uuid::from_u128(1) };
+        // Digests are asked for in a dry run, and nothing beside them.
+        for plan in [
+            Plan { bytes: 1, delta: true, ..Plan::default() },
+            Plan { compare: compare.clone(), accept: true, ..Plan::default() },
+            Plan { compare: compare.clone(), give_up: Some(Apart { since: None }), ..Plan::default() },
+            Plan { compare, release: Some(replica::Released { epoch, term: 1 }), ..Plan::default() },
+        ] {
+            let open = Open::new(&place.path("copy"), &None, replica::CommitMode::Journal);
+            let dry = sync(SyncOptions { dry_run: true, ..SyncOptions::default() });
+            let pulled = place.pull_from(&place.pull(dry), move |link| {
+                let error = liar(link, open, Some(plan)).unwrap_err();
+                assert!(error.to_string().contains("none were asked for"), "{error}");
+            });
+            assert!(pulled.unwrap_err().to_string().contains("none were asked for"));
+        }
     }
 
     /// What a request gets from a source's side that offers a folder.

@@ -265,6 +265,11 @@ impl<'a> GroupSession<'a> {
                 }
                 other => return other,
             },
+            SyncError::Conflict(unsaveable @ Conflict::Unsaveable { .. }) => {
+                let (name, dir) = (self.group.name(), self.destination);
+                let way = format!("--group {name} --discard-there {dir}");
+                return SyncError::Refused(unsaveable.to_string().replace("--discard-there SRC DST", &way));
+            }
             SyncError::Conflict(Conflict::Diverged(diverged)) => {
                 let said = diverged.said(&ways_of_group(self.group.name()));
                 return SyncError::Diverged(said);
