@@ -120,7 +120,8 @@ pub fn parts_of(path: &Path) -> Vec<PathBuf> {
 fn disk_of(device: &Path) -> Option<PathBuf> {
     let found = std::fs::metadata(device).ok().filter(|found| found.file_type().is_block_device())?;
     let place = std::fs::canonicalize(sysfs(found.rdev())).ok()?;
-    let disk = place.parent()?.file_name()?;
+    // In sysfs a name has "!" where the node has a folder.
+    let disk = place.parent()?.file_name()?.to_str()?.replace('!', "/");
     place.join("partition").exists().then(|| Path::new("/dev").join(disk))
 }
 
