@@ -84,8 +84,7 @@ pub use roles::{made_elsewhere, refuse_replica, unpromoted};
 #[doc(hidden)]
 pub use site::Site;
 pub use source_end::account::count_failure;
-pub use source_end::group::{GroupSummary, push_group};
-pub use source_end::push::push;
+pub use source_end::push::{GroupSummary, push, push_group};
 pub use source_end::verify::{Verified, VerifyOptions, verify};
 pub use transfer::extract::{Extracted, extract};
 pub use wire::pipeline::Stages;

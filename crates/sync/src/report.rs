@@ -4,10 +4,8 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
 
 use delta::{Frame, Method, Record};
-use link::Traffic;
 use serde::{Deserialize, Serialize};
 use source::SourceMetadata;
 
@@ -139,15 +137,6 @@ impl Summary {
         self.bytes_changed = totals.bytes.load(Relaxed);
         self.bytes_copied = totals.copied.load(Relaxed);
         self.bytes_read = totals.read.load(Relaxed);
-    }
-
-    /// Records what the conversation cost; of a dry run, only its time.
-    pub(crate) fn cost(&mut self, traffic: &Traffic, began: Instant) {
-        if !self.dry_run {
-            self.bytes_sent = traffic.sent();
-            self.bytes_received = traffic.received();
-        }
-        self.seconds = began.elapsed().as_secs_f64();
     }
 }
 

@@ -1026,6 +1026,38 @@ fn a_mirror_of_a_group_goes_on_over_another_line() {
     }
 }
 
+/// Its disks are told as paused, and others can use the replicas meanwhile.
+#[test]
+fn a_mirror_of_a_group_pauses_and_goes_on() {
+    let mut two = Two::new("a pause of a group");
+    two.sync(&[]).ok();
+    let conf = two.site.path("conf");
+    std::fs::create_dir_all(&conf).expect("a folder");
+    let dir = two.dir.display().to_string();
+    let job = move |limit: &str| {
+        let text =
+            format!("command = mirror\ngroup = db\ndestination = {dir}\nrpo = 1s\nbwlimit = {limit}\n");
+        std::fs::write(conf.join("db.conf"), text).expect("a job");
+    };
+    job("00:00-12:00=pause,12:00-24:00=pause");
+    let mut mirror = two.site.dsync(["run", "db"]).start();
+    let mut watch = two.site.dsync(["status", "--watch=1"]).start();
+    watch.wait_to_say("paused by --bwlimit");
+    watch.kill();
+    two.site.dsync(["recover"]).arg(&two.replicas()[0]).ok();
+    two.change(0, 50);
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(image::first_difference(&two.images[0], &two.replicas()[0]).is_some(), "it does not pause");
+    job("off");
+    mirror.signal(rustix::process::Signal::HUP);
+    until("it goes on", || image::first_difference(&two.images[0], &two.replicas()[0]).is_none());
+    mirror.wait_to_say("mirroring group db");
+    mirror.signal(rustix::process::Signal::TERM);
+    let ended = mirror.output(Duration::from_secs(30));
+    assert!(ended.status.success(), "{ended}");
+    two.equal();
+}
+
 #[test]
 fn a_mirror_of_what_is_not_served_is_refused() {
     let mut two = Two::new("a mirror of a group at rest");

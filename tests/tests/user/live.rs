@@ -13,6 +13,7 @@ use dsync_tests::{Random, Run, Site, got, need, repository, rounds, say, skipped
 use testing::stalled::{StalledWrite, is_freezing};
 
 const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
 
 /// A database in which a lost or a torn commit shows.
 fn database(action: &str) -> Run {
@@ -91,33 +92,46 @@ fn a_busy_file_system_is_copied_as_of_one_moment() {
     assert!(last > 0);
 }
 
-/// Killed at any moment: in a pass, between two, under the freeze, in the commit. Nothing stays frozen, nothing is lost.
+/// Round after round, over one connection; over another once that is cut.
 #[test]
 fn a_mounted_disk_is_mirrored() {
-    let what = "a mirror of a mounted disk";
-    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
-    let copy = tracked.site.path("copy.raw");
-    let mut mirror =
-        tracked.site.dsync(["mirror", "--json", "--rpo", "2s"]).arg(tracked.device()).arg(&copy).start();
-    mirror.wait_to_say("\"trust\"");
-    let mut random = Random::new(what);
-    let content: Vec<Vec<u8>> = (0..20).map(|_| random.bytes(100_000)).collect();
-    for (number, bytes) in content.iter().enumerate() {
-        std::fs::write(tracked.place.join(format!("file-{number}")), bytes).expect("a file");
-        std::thread::sleep(Duration::from_millis(150));
+    for cut in [None, Some(3 * MIB)] {
+        let what = "a mirror of a mounted disk";
+        let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+        let (far, calls) = (Site::new(), tracked.site.path("calls"));
+        let copy = far.path("copy.raw");
+        let mirror = tracked.site.dsync(["mirror", "--json", "--rpo", "2s", "--rsh", RSH]);
+        let mirror = mirror.arg(tracked.device()).arg(format!("far:{}", copy.display()));
+        let mirror = mirror.env("RSH_STATE", far.state()).env("RSH_LOG", &calls);
+        let mut mirror = cut.iter().fold(mirror, |run, cut| run.env("RSH_CUT", cut.to_string())).start();
+        mirror.wait_to_say("\"trust\"");
+        let mut random = Random::new(what);
+        let content: Vec<Vec<u8>> = (0..20).map(|_| random.bytes(300_000)).collect();
+        for (number, bytes) in content.iter().enumerate() {
+            std::fs::write(tracked.place.join(format!("file-{number}")), bytes).expect("a file");
+            std::thread::sleep(Duration::from_millis(150));
+        }
+        mirror.signal(rustix::process::Signal::TERM);
+        let output = mirror.output(Duration::from_secs(60));
+        assert!(output.status.success(), "{output}");
+        assert!(number(&output.summary(), "syncs") >= 3, "{output}");
+        match cut {
+            Some(_) => assert!(number(&output.summary(), "broken") > 0, "{output}"),
+            None => {
+                let calls = std::fs::read_to_string(&calls).expect("the calls");
+                assert_eq!(calls.lines().count(), 1, "{calls}: {output}");
+            }
+        }
+        let look = Look::at(&tracked.site, &copy);
+        for (number, bytes) in content.iter().enumerate() {
+            let there = std::fs::read(look.place().join(format!("file-{number}"))).expect("a file");
+            assert!(there == *bytes, "file {number} is another at the replica");
+        }
+        look.check();
     }
-    mirror.signal(rustix::process::Signal::TERM);
-    let output = mirror.output(Duration::from_secs(60));
-    assert!(output.status.success(), "{output}");
-    assert!(number(&output.summary(), "syncs") >= 3, "{output}");
-    let look = Look::at(&tracked.site, &copy);
-    for (number, bytes) in content.iter().enumerate() {
-        let there = std::fs::read(look.place().join(format!("file-{number}"))).expect("a file");
-        assert!(there == *bytes, "file {number} is another at the replica");
-    }
-    look.check();
 }
 
+/// Killed at any moment: in a pass, between two, under the freeze, in the commit. Nothing stays frozen, nothing is lost.
 #[test]
 fn a_sync_that_is_killed_leaves_a_disk_that_is_followed_and_thawed() {
     let what = "syncs of a mounted disk that are killed";

@@ -219,12 +219,18 @@ impl Teller<'_> {
     }
 
     fn tell(&self, event: GroupEvent<'_>) {
-        let Teller { output, mirroring, shown, .. } = *self;
+        let Teller { output, mirroring, name, shown, .. } = *self;
         let end = |done| self.hook.iter().for_each(|hook| hook.end_later(done, output));
         match event {
             GroupEvent::Committed(group, members) => {
                 end(true);
                 self.committed(group, members);
+            }
+            // What changes the limit says so.
+            GroupEvent::Paused => {
+                mirroring
+                    .manager
+                    .ready(&format!("not mirroring group {name} to {shown}: paused by --bwlimit"));
             }
             GroupEvent::Waiting(error, left) => {
                 end(false);
@@ -252,6 +258,7 @@ impl Teller<'_> {
         }
         if first || due {
             self.last.set(Some(Instant::now()));
+            mirroring.manager.status(&format!("mirroring group {name} to {shown}"));
             output.status(group);
         }
     }

@@ -60,12 +60,7 @@ impl<'a> Attempts<'a> {
         self.pause
     }
 
-    /// Something was committed, or a link has lasted: the next pause is a short one.
-    pub(crate) fn progress(&mut self) {
-        self.pause = FIRST_RETRY;
-    }
-
-    /// An attempt has come to its end: both ends were reached.
+    /// Something was committed, a link has lasted, or an attempt has come to its end: both ends were reached.
     pub fn succeeded(&mut self) {
         (self.pause, self.busy, self.worked) = (FIRST_RETRY, None, true);
     }
@@ -125,6 +120,18 @@ pub(crate) fn rest_until(until: Instant, stop: &AtomicBool, every: Duration) {
     }
 }
 
+/// Sleeps as long as it is to pause, or until it is to stop. `note` is told that a pause begins, and that it is over.
+pub(crate) fn rest_while(pause: &AtomicBool, stop: &AtomicBool, mut note: impl FnMut(bool)) {
+    let paused = || pause.load(SeqCst) && !stop.load(SeqCst);
+    if paused() {
+        note(true);
+        while paused() {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        note(false);
+    }
+}
+
 /// True if another attempt cannot help: another source, another replica, a source that shrank. What is merely in use may be free
 /// soon: the far side of a broken link releases the replica when it notices.
 fn is_final(error: &SyncError) -> bool {
@@ -175,7 +182,7 @@ mod tests {
         assert_eq!(told(&mut attempts, far(Class::Failed)), (Some(true), vec![]));
         assert_eq!(told(&mut attempts, far(Class::Failed)), (None, vec![]));
         assert_eq!(attempts.pause(), Duration::from_secs(1));
-        attempts.progress();
+        attempts.succeeded();
         assert_eq!(attempts.pause(), FIRST_RETRY);
     }
 

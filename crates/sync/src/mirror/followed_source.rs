@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
@@ -15,7 +14,6 @@ use super::session::{MirrorSession, Sent, SessionContext};
 use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
 use crate::error::SyncError;
 use crate::mirror::batching::Interval;
-use crate::options::SyncOptions;
 use crate::report::Summary;
 use crate::source_end::account::{Account, count_failure};
 use crate::source_end::push::push;
@@ -24,8 +22,7 @@ use crate::wire::messages::{MirrorPlan, Open, PLAN, Plan, StatusReply, open, par
 /// A followed source, and what the replica may have of it.
 pub(super) struct FollowedSource {
     handle: Handle,
-    /// `None` for a live disk, each of whose batches is a sync.
-    batches: Option<BatchFollower>,
+    batches: BatchFollower,
     /// Where the replica was last known to be.
     at: At,
     /// Batches that were sent and not confirmed, oldest first.
@@ -47,7 +44,7 @@ enum At {
 }
 
 /// Reaches the replica's side.
-fn connect(handle: &Handle, mirror: &mut Mirror<'_>) -> Result<Link, SyncError> {
+pub(super) fn connect(handle: &Handle, mirror: &mut Mirror<'_>) -> Result<Link, SyncError> {
     let way = &mirror.options.sync.way;
     (mirror.connect)().inspect_err(|error| {
         count_failure(handle, mirror.destination, mirror.name, way, &error.to_string());
@@ -57,25 +54,14 @@ fn connect(handle: &Handle, mirror: &mut Mirror<'_>) -> Result<Link, SyncError> 
 /// Brings the replica to the source's present state.
 fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Summary, SyncError> {
     let link = connect(handle, mirror)?;
-    let options = &mirror.options.sync;
-    // --adopt and --create apply to the first sync only.
-    let first = summary.syncs == 0;
-    let options = SyncOptions {
-        adopt: options.adopt && first,
-        accept_source: options.accept_source && first,
-        create: options.create && first,
-        ..options.clone()
-    };
+    let options = mirror.options_of(summary);
     let synced = push(handle, link, mirror.destination, mirror.name, &options, mirror.progress)?;
-    summary.syncs += 1;
-    summary.bytes_sent += synced.bytes_sent;
-    summary.epoch = synced.epoch;
-    (mirror.tell)(MirrorEvent::Synced(&synced));
+    mirror.synced(&synced, summary);
     Ok(synced)
 }
 
 /// The error, or the loss of the source's server, which has many symptoms.
-fn or_away(handle: &Handle, error: SyncError) -> SyncError {
+pub(super) fn or_away(handle: &Handle, error: SyncError) -> SyncError {
     match handle.is_abandoned() {
         true => SourceError::Away(handle.about().path.clone()).into(),
         false => error,
@@ -90,12 +76,12 @@ impl FollowedSource {
 
     /// Follows the source, and syncs: batches can continue from there.
     pub(super) fn begin(
+        handle: Handle,
         mirror: &mut Mirror<'_>,
         summary: &mut MirrorSummary,
     ) -> Result<FollowedSource, SyncError> {
-        let handle = (mirror.attach)()?;
         // Before the checkpoint of the sync: what is written from there on is in the first batch.
-        let batches = if handle.live().is_some() { None } else { Some(handle.follow()?) };
+        let batches = handle.follow()?;
         let synced = sync(&handle, mirror, summary).map_err(|error| or_away(&handle, error))?;
         let epoch = handle.last_epoch()?.filter(|e| Some(e.number) == synced.epoch);
         Ok(FollowedSource {
@@ -116,36 +102,12 @@ impl FollowedSource {
         mirror: &mut Mirror<'_>,
         summary: &mut MirrorSummary,
     ) -> Result<Ended, SyncError> {
-        let ended = match &self.batches {
-            Some(_) => self.converse(mirror, summary),
-            None => self.round(mirror, summary),
-        };
-        ended.map_err(|error| or_away(&self.handle, error))
+        self.converse(mirror, summary).map_err(|error| or_away(&self.handle, error))
     }
 
     /// Releases the source.
     pub(super) fn close(self) -> Result<(), SyncError> {
         Ok(self.handle.close()?)
-    }
-
-    /// A batch of a live disk: a sync with its freeze.
-    fn round(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
-        // A freeze stalls writers: no more than one a second, and no more often than there is need to.
-        let least = (mirror.options.batching.rpo / 4).max(Duration::from_secs(1));
-        mirror.rest_until(self.epoch_began + self.interval.current().max(least));
-        if mirror.pause.load(SeqCst) && !mirror.stop.load(SeqCst) {
-            return Ok(Ended::Paused);
-        }
-        // The last one begins after the stop was requested: it has all that was written before.
-        let last = mirror.stop.load(SeqCst);
-        let began = Instant::now();
-        let synced = sync(&self.handle, mirror, summary)?;
-        self.interval.primary(began.elapsed());
-        self.interval.backup(began.elapsed(), began.elapsed(), synced.blocks_changed);
-        self.epoch_began = began;
-        summary.batches += 1;
-        summary.bytes_changed += synced.bytes_changed;
-        Ok(if last { Ended::Stopped } else { Ended::Round })
     }
 
     /// Resumes batches where the replica is, until stopped or an error.
@@ -178,12 +140,11 @@ impl FollowedSource {
         // A batch that gives way keeps its view for longer, of which the guest feels more than it is spared.
         self.handle.be_polite(false);
         account.opened();
-        let lacking = self.recognise(&status);
-        let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {
+        let Some(lacking) = self.recognise(&status) else {
             return part(sender, &receiver, Ok(Ended::Apart));
         };
         for changes in lacking {
-            batches.give_back(&changes)?;
+            self.batches.give_back(&changes)?;
         }
         let plan = MirrorPlan { stages: options.there };
         let plan = Plan { delta: true, mirror: Some(plan), ..Plan::default() };
@@ -191,7 +152,7 @@ impl FollowedSource {
         (mirror.tell)(MirrorEvent::Mirroring);
         let context = SessionContext {
             handle: &self.handle,
-            batches,
+            batches: &self.batches,
             options,
             stop: mirror.stop,
             pause: mirror.pause,

@@ -4,34 +4,31 @@
 //! failure the next conversation finds what the replicas lack in the histories of their sources.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use link::Link;
 use serde::Serialize;
 use source::{GroupHandle, Handle, SourceError};
 
+use super::rounds::Rounds;
+use super::{Ended, Turns};
 use crate::error::SyncError;
-use crate::mirror::Turns;
-use crate::mirror::attempts::{Attempts, Interruption};
+use crate::mirror::attempts::{Attempts, Interruption, rest_while};
 use crate::options::SyncOptions;
 use crate::report::{Progress, Summary};
-use crate::source_end::account::count_failure;
-use crate::source_end::group::{GroupSession, GroupSummary};
+use crate::source_end::account::{count_failure, note_pause};
+use crate::source_end::push::GroupSummary;
+use crate::source_end::session::Session;
 use crate::wire::messages::part;
-
-/// The shortest time from one cut to the next.
-const LEAST: Duration = Duration::from_millis(250);
-/// The shortest time between cuts that cost those who write: file systems of live disks are frozen each time, and a hook holds what it holds.
-const LEAST_HELD: Duration = Duration::from_secs(1);
-/// How long a turn of the loop takes at most.
-const TURN: Duration = Duration::from_secs(1);
 
 /// Events, for the caller to report.
 #[derive(Debug)]
 pub enum GroupEvent<'a> {
     /// All replicas are at one moment.
     Committed(&'a GroupSummary, &'a [Summary]),
+    /// Nothing is moved until it is told to go on.
+    Paused,
     /// A source or a replica is in use; it is requested again for that long.
     Waiting(&'a SyncError, Duration),
     /// An attempt failed; another follows after a pause.
@@ -84,7 +81,7 @@ pub struct GroupMirror<'a> {
     pub busy_for: Duration,
     /// Stops it when true: the replicas get what was written until then.
     pub stop: &'a AtomicBool,
-    /// While it is true, nothing is sent.
+    /// Keeps it from moving anything while true: a conversation ends after what was sent, and another begins later.
     pub pause: &'a AtomicBool,
     /// Gets the events.
     pub tell: &'a dyn Fn(GroupEvent<'_>),
@@ -106,12 +103,13 @@ impl GroupMirror<'_> {
         let mut attempts = Attempts::new(stop, self.rpo, self.busy_for);
         loop {
             let before = summary.commits;
-            let ended = self.converse(&mut summary, &attempts);
+            let ended = self.converse(&mut summary);
             if summary.commits > before {
                 attempts.succeeded();
             }
             match ended {
-                Ok(()) => break,
+                Ok(Ended::Stopped) => break,
+                Ok(_) => {}
                 Err(error) => {
                     let tell = |trouble: Interruption<'_>| (self.tell)(trouble.into());
                     summary.broken += u64::from(attempts.failed(error, &tell)?);
@@ -122,14 +120,11 @@ impl GroupMirror<'_> {
         Ok(summary)
     }
 
-    /// One conversation, until stopped or an error.
-    fn converse(
-        &mut self,
-        summary: &mut GroupMirrorSummary,
-        attempts: &Attempts<'_>,
-    ) -> Result<(), SyncError> {
+    /// One conversation, until stopped, a pause is over, or an error.
+    fn converse(&mut self, summary: &mut GroupMirrorSummary) -> Result<Ended, SyncError> {
         let group = (self.attach)()?;
         summary.group = group.name().to_owned();
+        self.rest_while_paused(&group);
         let connected = (self.connect)().inspect_err(|error| self.count_failure(&group, error));
         let (sender, receiver) = connected?.split();
         let traffic = sender.traffic();
@@ -142,10 +137,23 @@ impl GroupMirror<'_> {
                 create: options.create && first,
                 ..SyncOptions::clone(options)
             };
-            let ends = (&sender, &receiver);
-            let mut session =
-                GroupSession::begin(ends, &group, (self.dir, self.name), &options, self.progress)?;
-            self.rounds(&group, &mut session, summary, attempts)
+            let (ends, place) = ((&sender, &receiver), (self.dir, self.name));
+            let mut session = Session::of_group(ends, &group, place, &options, self.progress)?;
+            let rounds = Rounds {
+                disks: group.members(),
+                rpo: self.rpo,
+                hooked: self.options.hook.is_some(),
+                stop: self.stop,
+                pause: self.pause,
+                turns: self.turns,
+            };
+            rounds.run(&mut session, |round| {
+                let (committed, members) = GroupSummary::of(round, group.name(), self.name, false);
+                summary.commits += 1;
+                summary.bytes_changed += members.iter().map(|member| member.bytes_changed).sum::<u64>();
+                summary.epoch = committed.epoch;
+                (self.tell)(GroupEvent::Committed(&committed, &members));
+            })
         })();
         summary.bytes_sent += traffic.sent();
         let mirrored = part(sender, &receiver, mirrored);
@@ -155,73 +163,27 @@ impl GroupMirror<'_> {
         })
     }
 
+    /// Each disk with the path of its replica, and how the user would name that.
+    fn each(&self, group: &GroupHandle, mut run: impl FnMut(&Handle, &Path, &str)) {
+        for (handle, file) in group.members().iter().zip(group.files()) {
+            run(handle, &self.dir.join(file), &format!("{}/{file}", self.name.trim_end_matches('/')));
+        }
+    }
+
     /// The other side could not be reached.
     fn count_failure(&self, group: &GroupHandle, error: &SyncError) {
-        for (handle, file) in group.members().iter().zip(group.files()) {
-            let name = format!("{}/{file}", self.name.trim_end_matches('/'));
-            count_failure(handle, &self.dir.join(file), &name, &self.options.way, &error.to_string());
-        }
+        self.each(group, |handle, path, name| {
+            count_failure(handle, path, name, &self.options.way, &error.to_string());
+        });
     }
 
-    fn rounds(
-        &self,
-        group: &GroupHandle,
-        session: &mut GroupSession<'_>,
-        summary: &mut GroupMirrorSummary,
-        attempts: &Attempts<'_>,
-    ) -> Result<(), SyncError> {
-        // Also without a write now and then: another command may have ended an epoch.
-        let mut last: Option<Instant> = None;
-        loop {
-            // Asked first: what is written before the stop is in the last round.
-            let stops = self.stop.load(SeqCst);
-            let began = Instant::now();
-            let due = !self.pause.load(SeqCst) || stops;
-            let changed = || self.turns.within(|| has_changed(group));
-            if due && (last.is_none_or(|last| last.elapsed() >= self.rpo / 2) || changed()?) {
-                let (committed, members) = session.round()?;
-                // As for the batches of one disk: only the first round may be long.
-                group.members().iter().for_each(|member| member.be_polite(false));
-                last = Some(began);
-                summary.commits += 1;
-                summary.bytes_changed += members.iter().map(|member| member.bytes_changed).sum::<u64>();
-                summary.epoch = committed.epoch;
-                (self.tell)(GroupEvent::Committed(&committed, &members));
+    /// Sleeps as long as it is to pause, or until stopped.
+    fn rest_while_paused(&self, group: &GroupHandle) {
+        rest_while(self.pause, self.stop, |paused| {
+            if paused {
+                (self.tell)(GroupEvent::Paused);
             }
-            if stops {
-                return Ok(());
-            }
-            // As long as there is time for two rounds within the bound.
-            let least = self.least(group);
-            let interval = (began.elapsed() * 2).max(least).min((self.rpo / 2).max(least));
-            self.turns.within(|| self.rest_until(began + interval, attempts));
-        }
+            self.each(group, |handle, path, name| note_pause(handle, path, name, &self.options.way, paused));
+        });
     }
-
-    /// The shortest time from one cut to the next. A hook is asked four times within the bound at most.
-    fn least(&self, group: &GroupHandle) -> Duration {
-        match &self.options.hook {
-            Some(_) => (self.rpo / 4).max(LEAST_HELD),
-            None if group.is_live() => LEAST_HELD,
-            None => LEAST,
-        }
-    }
-
-    fn rest_until(&self, until: Instant, attempts: &Attempts<'_>) {
-        while Instant::now() < until && !self.stop.load(SeqCst) {
-            attempts.rest_until(until.min(Instant::now() + TURN));
-            self.turns.turn();
-        }
-    }
-}
-
-/// True if something was written since the last cut, or that is not known.
-fn has_changed(group: &GroupHandle) -> Result<bool, SyncError> {
-    let changed = |member: &Handle| member.status().map(|status| status.dirty > 0 || status.lost.is_some());
-    for member in group.members() {
-        if changed(member)? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }

@@ -25,25 +25,29 @@ pub(crate) mod group;
 mod epoch_hook;
 mod followed_source;
 mod grid;
+mod rounds;
 mod session;
 mod turns;
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use link::Link;
 use serde::Serialize;
 use source::Handle;
 
-use self::followed_source::FollowedSource;
+use self::followed_source::{FollowedSource, connect, or_away};
+use self::rounds::Rounds;
 pub use self::turns::Turns;
 use crate::error::SyncError;
-use crate::mirror::attempts::{Attempts, Interruption, LOOK_EVERY, is_cut, rest_until};
+use crate::mirror::attempts::{Attempts, Interruption, LOOK_EVERY, is_cut, rest_while};
 use crate::mirror::batching::Batching;
 use crate::options::SyncOptions;
 use crate::report::{Progress, Summary};
 use crate::source_end::account::note_pause;
+use crate::source_end::session::Session;
+use crate::wire::messages::part;
 use crate::wire::pipeline::Stages;
 
 /// After this many cut conversations without a confirmed batch, a sync takes its place.
@@ -180,10 +184,7 @@ impl Mirror<'_> {
             self.rest_while_paused(followed.as_ref());
             let before = summary.batches;
             let ended = match &mut followed {
-                None => FollowedSource::begin(&mut self, &mut summary).map(|begun| {
-                    followed = Some(begun);
-                    Ended::Apart
-                }),
+                None => self.begin(&mut summary, &mut followed),
                 Some(follow) => {
                     let ended = follow.go_on(&mut self, &mut summary);
                     fruitless = match &ended {
@@ -201,11 +202,11 @@ impl Mirror<'_> {
             // A link that lasted longer than the pause works, even if there was nothing to send.
             let lasted = followed.as_ref().is_some_and(|follow| follow.stood > attempts.pause());
             if summary.batches > before || lasted {
-                attempts.progress();
+                attempts.succeeded();
             }
             match ended {
                 Ok(Ended::Stopped) => break,
-                Ok(Ended::Apart | Ended::Round | Ended::Paused) => attempts.succeeded(),
+                Ok(Ended::Apart | Ended::Paused) => attempts.succeeded(),
                 Err(error) => {
                     let tell = |trouble: Interruption<'_>| (self.tell)(trouble.into());
                     summary.broken += u64::from(attempts.failed(error, &tell)?);
@@ -219,16 +220,74 @@ impl Mirror<'_> {
         Ok(summary)
     }
 
+    /// Reaches the source. A disk that is served is followed from then on; of a live one, the replica is brought up to date in rounds, until
+    /// stopped, paused or an error.
+    fn begin(
+        &mut self,
+        summary: &mut MirrorSummary,
+        followed: &mut Option<FollowedSource>,
+    ) -> Result<Ended, SyncError> {
+        let handle = (self.attach)()?;
+        if handle.live().is_some() {
+            return self.live_rounds(&handle, summary).map_err(|error| or_away(&handle, error));
+        }
+        *followed = Some(FollowedSource::begin(handle, self, summary)?);
+        Ok(Ended::Apart)
+    }
+
+    /// One conversation about a live disk, each of whose rounds has a freeze of its own.
+    fn live_rounds(&mut self, handle: &Handle, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
+        let (sender, receiver) = connect(handle, self)?.split();
+        let options = self.options_of(summary);
+        let mirrored = (|| {
+            let (ends, place) = ((&sender, &receiver), (self.destination, self.name));
+            let mut session = Session::of_disk(ends, handle, place, &options, self.progress)?;
+            let rounds = Rounds {
+                disks: std::slice::from_ref(handle),
+                rpo: self.options.batching.rpo,
+                hooked: options.hook.is_some(),
+                stop: self.stop,
+                pause: self.pause,
+                turns: self.turns,
+            };
+            rounds.run(&mut session, |round| {
+                for synced in round.members {
+                    summary.batches += 1;
+                    summary.bytes_changed += synced.bytes_changed;
+                    self.synced(&synced, summary);
+                }
+            })
+        })();
+        part(sender, &receiver, mirrored)
+    }
+
+    /// The options of a sync: a replica is taken over or created by the first only.
+    fn options_of(&self, summary: &MirrorSummary) -> SyncOptions {
+        let (options, first) = (&self.options.sync, summary.syncs == 0);
+        SyncOptions {
+            adopt: options.adopt && first,
+            accept_source: options.accept_source && first,
+            create: options.create && first,
+            ..options.clone()
+        }
+    }
+
+    /// Counts a sync, and tells of it.
+    fn synced(&self, synced: &Summary, summary: &mut MirrorSummary) {
+        summary.syncs += 1;
+        summary.bytes_sent += synced.bytes_sent;
+        summary.epoch = synced.epoch;
+        (self.tell)(MirrorEvent::Synced(synced));
+    }
+
     /// Sleeps as long as it is to pause, or until stopped.
     fn rest_while_paused(&mut self, followed: Option<&FollowedSource>) {
-        if self.pause.load(SeqCst) && !self.stop.load(SeqCst) {
-            (self.tell)(MirrorEvent::Paused);
-            self.note_pause(followed, true);
-            while self.pause.load(SeqCst) && !self.stop.load(SeqCst) {
-                std::thread::sleep(self.options.look_every());
+        rest_while(self.pause, self.stop, |paused| {
+            if paused {
+                (self.tell)(MirrorEvent::Paused);
             }
-            self.note_pause(followed, false);
-        }
+            self.note_pause(followed, paused);
+        });
     }
 
     /// Writes down that nothing is moved, or that it goes on. Where the source cannot be reached now, the next attempt says why.
@@ -242,11 +301,6 @@ impl Mirror<'_> {
                 let _ = handle.close();
             }
         }
-    }
-
-    /// Sleeps until then, or until stopped.
-    fn rest_until(&self, until: Instant) {
-        rest_until(until, self.stop, self.options.look_every());
     }
 }
 
@@ -263,10 +317,8 @@ impl<'a> From<Interruption<'a>> for MirrorEvent<'a> {
 enum Ended {
     /// All is confirmed, and the epoch has ended.
     Stopped,
-    /// The replica is not where a batch left it: a sync must find what it lacks.
+    /// The replica is not where a batch left it, and a sync must find what it lacks; or it was brought up to date, and batches can follow.
     Apart,
-    /// A live disk's batch is done.
-    Round,
     /// All that was sent is confirmed, and a pause has begun.
     Paused,
 }

@@ -95,9 +95,9 @@ impl ReplicaEnd<'_> {
                 Step::Prepared(covers) => covered[at] = covers,
                 Step::Goes => {}
                 Step::Done => return Ok(None),
-                Step::Committed if opened.group.is_some() => say_status(self.sender, replica, open.commit)?,
-                // The other end says goodbye when it has recorded that.
-                Step::Committed => return self.last_word(None, open.verify.then_some(replica)),
+                Step::Committed if open.verify => return self.last_word(None, Some(replica)),
+                // The other end may go on, or says goodbye when it has recorded that.
+                Step::Committed => say_status(self.sender, replica, open.commit)?,
             }
         }
     }

@@ -15,7 +15,7 @@ use crate::roles::attach::attach_group;
 use crate::roles::demote::{At, DemoteOptions, DemoteSummary, demote_if, follow, refuse_in_use};
 use crate::roles::ended::{Ended, Ending, promotion_of};
 use crate::site::Site;
-use crate::source_end::group::GroupSummary;
+use crate::source_end::push::GroupSummary;
 
 /// The last sync of a group.
 pub type LastGroupSync<'a> =

@@ -133,9 +133,9 @@ impl Account {
         counter.count(|tally| tally.work = Some(work));
     }
 
-    /// A sync has ended.
-    pub(crate) fn synced(&self, result: &Result<Summary, SyncError>) {
-        self.ended(result, |tally, summary| {
+    /// A sync has succeeded.
+    pub(crate) fn synced(&self, summary: &Summary) {
+        self.succeeded(|tally| {
             tally.succeed();
             tally.syncs += 1;
             tally.bytes_sent += summary.bytes_sent;
@@ -147,11 +147,6 @@ impl Account {
                 (verified.repaired, verified.until_sync) = (true, false);
             }
         });
-    }
-
-    /// A sync has failed.
-    pub(crate) fn failed(&self, error: &SyncError) {
-        self.count_failure(error);
     }
 
     /// A batch was confirmed: bytes of changes, and of all that was sent over this link; how far the replica was behind.
@@ -195,17 +190,22 @@ impl Account {
 
     /// Work has ended: what is to be counted if it succeeded.
     pub(crate) fn ended<T>(&self, result: &Result<T, SyncError>, done: impl FnOnce(&mut source::Tally, &T)) {
-        let Some(counter) = &self.counter else { return };
         match result {
-            Ok(result) => counter.count(|tally| {
-                tally.work = None;
-                done(tally, result);
-            }),
-            Err(error) => self.count_failure(error),
+            Ok(result) => self.succeeded(|tally| done(tally, result)),
+            Err(error) => self.failed(error),
         }
     }
 
-    fn count_failure(&self, error: &SyncError) {
+    fn succeeded(&self, done: impl FnOnce(&mut source::Tally)) {
+        let Some(counter) = &self.counter else { return };
+        counter.count(|tally| {
+            tally.work = None;
+            done(tally);
+        });
+    }
+
+    /// Work has failed.
+    pub(crate) fn failed(&self, error: &SyncError) {
         let Some(counter) = &self.counter else { return };
         let message = with_ends(&error.to_string(), &self.ends.0, &self.ends.1).replace('\n', ". ");
         let looks = self.told.lock().unwrap_or_else(PoisonError::into_inner).work.only_looks();

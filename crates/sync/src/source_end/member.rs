@@ -7,7 +7,7 @@ use source::{Handle, View};
 
 use crate::error::SyncError;
 use crate::options::SyncOptions;
-use crate::plan::facts::{acknowledge, bookmark, facts, moment, note_older};
+use crate::plan::facts::{acknowledge, bookmark, facts, moment, note_older, present};
 use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
 use crate::report::Summary;
 use crate::transfer::{PreparedSync, Transfer};
@@ -49,6 +49,30 @@ pub(crate) fn at_view(
     let moment = moment(handle, &view, &choice, &status, options)?;
     let plan = choice.at(moment, &status, options)?;
     Ok(PreparedSync { view, plan, status, first: None, freeze_ms: None })
+}
+
+/// What a sync would move, without taking a checkpoint.
+pub(crate) fn estimate(
+    handle: &Handle,
+    choice: Choice,
+    status: &StatusReply,
+    options: &SyncOptions,
+    summary: &mut Summary,
+) -> Result<(), SyncError> {
+    let moment = present(handle, &choice)?;
+    let plan = choice.at(moment, status, options)?;
+    summary.method = plan.header.method;
+    summary.trust = plan.trust;
+    summary.disk_size = plan.header.size_after;
+    summary.bytes_cut = cut_off(status, summary.disk_size);
+    let disk = handle.reader()?;
+    let looked = plan.wanted.count(&*disk);
+    let count = looked.map_err(SyncError::io(format!("look at {}", summary.source.display())))?;
+    (summary.blocks_changed, summary.extents, summary.bytes_changed) =
+        (count.blocks, count.extents, count.bytes);
+    // Before compression, and without the few bytes for a hole; a compare sends at most this.
+    (summary.bytes_read, summary.bytes_sent) = (count.read, count.read);
+    Ok(())
 }
 
 /// A disk with what is to be sent to its replica.

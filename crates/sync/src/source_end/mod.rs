@@ -2,8 +2,8 @@
 
 pub(crate) mod account;
 pub(crate) mod apart;
-pub(crate) mod group;
 pub(crate) mod live;
 pub(crate) mod member;
 pub(crate) mod push;
+pub(crate) mod session;
 pub(crate) mod verify;
