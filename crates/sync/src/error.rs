@@ -113,6 +113,14 @@ pub enum SyncError {
         /// What is wrong.
         error: Box<SyncError>,
     },
+    /// With a group, some of whose replicas have given up what only they had.
+    #[error("{error}. Before that, {given_up}")]
+    GaveUp {
+        /// What they gave up.
+        given_up: String,
+        /// What is wrong.
+        error: Box<SyncError>,
+    },
     /// The replica is not where it was.
     #[error("{0}")]
     Away(String),
@@ -136,7 +144,7 @@ impl SyncError {
             SyncError::Source(e) if e.is_busy() => return Class::Busy,
             SyncError::Replica(e) if e.is_busy() => return Class::Busy,
             SyncError::Link(e) if e.is_busy() => return Class::Busy,
-            SyncError::Member { error, .. } => return error.class(),
+            SyncError::Member { error, .. } | SyncError::GaveUp { error, .. } => return error.class(),
             SyncError::Replica(replica::ReplicaError::Changed { .. }) | SyncError::Changed(_) => {
                 return Class::Changed;
             }

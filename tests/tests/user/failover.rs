@@ -655,6 +655,23 @@ fn a_saved_delta_is_recognised() {
     assert!(again["given_up"].is_null() && told.contains("was not written") && !other.exists(), "{again}");
 }
 
+/// What fails after that says what was given up, and where it is.
+#[test]
+fn a_sync_that_fails_after_the_consent_says_what_was_given_up() {
+    let mut random = Random::new("a consent before an error");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let since = epoch_of(&far);
+    near.write([1], &mut random);
+    far.run(&["promote", "--force"]).ok();
+    let saved = near.new_file();
+    let file = saved.to_str().expect("a path");
+    let failed = far.sync(&near, &["--save-there", file, "--hook", "false"]).code(1);
+    let gave_up = format!("gave up what was written to it since epoch {since}, saved in {file}");
+    tells(&failed, &["Before that, ", &gave_up]);
+    tells(&far.sync(&near, &["--save-there", file]).ok(), &[&format!("is saved in {file}")]);
+    equal(&near, &far);
+}
+
 /// A sync whose consent was carried out, and that was cut off then, says where that was saved; what was given up without saving it is
 /// saved as long as it is there.
 #[test]

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use roxmltree::{Document, Node};
-use tempfile::NamedTempFile;
+use rustix::fs::MemfdFlags;
 
 use super::child as process;
 use super::domain::child;
@@ -175,12 +176,11 @@ impl Virsh {
         checkpoint: Option<&str>,
         held: File,
     ) -> Result<Result<String, String>, Failure> {
-        let files = [Some(backup), checkpoint].into_iter().flatten().map(file);
-        let files = files.collect::<io::Result<Vec<_>>>();
+        let texts = [Some(backup), checkpoint].into_iter().flatten();
+        let files = texts.map(TextFile::new).collect::<io::Result<Vec<_>>>();
         let files =
             files.map_err(|error| Failure::failed(format!("cannot write a file for virsh: {error}")))?;
-        let paths: Vec<_> = files.iter().map(|file| file.path().to_string_lossy()).collect();
-        let words = [&self.domain[..]].into_iter().chain(paths.iter().map(|path| &**path));
+        let words = [&self.domain[..]].into_iter().chain(files.iter().map(|file| &*file.path));
         virsh("backup-begin", &words.collect::<Vec<_>>(), held.into())
     }
 
@@ -216,10 +216,18 @@ impl Virsh {
     }
 }
 
-fn file(text: &str) -> io::Result<NamedTempFile> {
-    let mut file = NamedTempFile::new()?;
-    file.write_all(text.as_bytes())?;
-    Ok(file)
+/// A text that virsh reads from a file. It is in memory: nothing stays where this process is killed.
+struct TextFile {
+    path: String,
+    _file: File,
+}
+
+impl TextFile {
+    fn new(text: &str) -> io::Result<TextFile> {
+        let mut file = File::from(rustix::fs::memfd_create("virsh", MemfdFlags::CLOEXEC)?);
+        file.write_all(text.as_bytes())?;
+        Ok(TextFile { path: format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()), _file: file })
+    }
 }
 
 fn failed(what: &str, why: &str) -> Failure {

@@ -144,6 +144,14 @@ impl Outcome {
         Outcome { given_up: Some(given_up), said: None }
     }
 
+    /// What the destination of that name gave up, if anything.
+    pub(crate) fn said(&self, name: &str) -> Option<String> {
+        let GivenUpWrites { since, saved, .. } = self.given_up.as_ref()?;
+        let since = since.map_or_else(String::new, |since| format!(" since epoch {since}"));
+        let saved = saved.as_ref().map_or_else(String::new, |file| format!(", saved in {}", file.display()));
+        Some(format!("{name} gave up what was written to it{since}{saved}"))
+    }
+
     /// Adds it to the summary of the sync that follows.
     pub(crate) fn tell(self, summary: &mut Summary) {
         summary.given_up = self.given_up;

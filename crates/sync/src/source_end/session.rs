@@ -152,9 +152,10 @@ impl<'a> Session<'a> {
     /// Brings the replicas to one moment.
     pub(crate) fn round(&mut self) -> Result<Round, SyncError> {
         let cost = self.opening.take().unwrap_or_else(|| Spent::begin(self.sender));
-        let done = self.give_up().and_then(|outcomes| Ok((self.bring()?, outcomes)));
-        let (mut round, outcomes) = done.map_err(|error| {
-            let error = self.named(error);
+        let mut outcomes = vec![Outcome::default(); self.members.len()];
+        let done = self.give_up(&mut outcomes).and_then(|()| self.bring());
+        let mut round = done.map_err(|error| {
+            let error = self.after_giving_up(self.named(error), &outcomes);
             self.failed(&error);
             error
         })?;
@@ -188,12 +189,11 @@ impl<'a> Session<'a> {
 
     /// Hears where the replicas are, and has them give up what only they have, if their user consents. All are asked first, so that a refusal finds
     /// each as it was.
-    fn give_up(&mut self) -> Result<Vec<Outcome>, SyncError> {
+    fn give_up(&mut self, outcomes: &mut [Outcome]) -> Result<(), SyncError> {
         self.hear()?;
-        let mut done = vec![Outcome::default(); self.members.len()];
         let rounds: &[bool] = if self.options.dry_run { &[true] } else { &[true, false] };
         for &dry_run in rounds {
-            for (at, outcome) in done.iter_mut().enumerate() {
+            for (at, outcome) in outcomes.iter_mut().enumerate() {
                 let asked = SyncOptions { dry_run, ..self.members[at].options.clone() };
                 let Some(how) = &asked.give_up else { continue };
                 let transfer = Transfer { options: &asked, ..self.transfer(at, false) };
@@ -205,7 +205,20 @@ impl<'a> Session<'a> {
                 }
             }
         }
-        Ok(done)
+        Ok(())
+    }
+
+    /// An error, with what was given up before it.
+    fn after_giving_up(&self, error: SyncError, outcomes: &[Outcome]) -> SyncError {
+        let said = |(member, outcome): (&SyncedDisk<'_>, &Outcome)| outcome.said(&member.name);
+        let said: Vec<String> = self.members.iter().zip(outcomes).filter_map(said).collect();
+        match error {
+            error if said.is_empty() || self.options.dry_run => error,
+            SyncError::Far { message, class } => {
+                SyncError::Far { message: format!("{message}. Before that, {}", said.join(", ")), class }
+            }
+            error => SyncError::GaveUp { given_up: said.join(", "), error: Box::new(error) },
+        }
     }
 
     fn bring(&mut self) -> Result<Round, SyncError> {
