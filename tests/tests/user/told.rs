@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use dsync_tests::guest::{self, Guest};
 use dsync_tests::image::{self, BLOCK, assert_equal, differing_blocks};
@@ -10,6 +11,7 @@ use dsync_tests::{Output, Random, Run, Site, need, need_root, skipped, until};
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
+const LIMIT: Duration = Duration::from_secs(60);
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
 
 /// A disk on another machine, of which only snapshots are seen here.
@@ -557,33 +559,100 @@ fn the_script_of_the_guide_follows_an_image_of_ceph() {
     if !need(&["jq"], "the script of the guide") {
         return;
     }
-    let script = of_guide("rbd-sync");
     let mut volume = Volume::new("the script of the guide", MIB);
-    let (ceph, bin, replica) = (volume.site.path("ceph"), volume.site.path("bin"), volume.replica.clone());
+    let (ceph, bin, first) = (volume.site.path("ceph"), volume.site.path("bin"), volume.replica.clone());
     for folder in [&ceph, &bin] {
         std::fs::create_dir(folder).expect("a folder");
     }
     let live = ceph.join("live");
     image::copy(volume.last(), &live);
     volume.file("bin/rbd", RBD);
-    Run::new("chmod").arg("+x").arg(bin.join("rbd")).ok();
-    let path = volume.file("rbd-sync", script);
-    let run = |volume: &Volume| {
+    volume.file("bin/hostname", "#!/bin/sh\necho $NAME\n");
+    Run::new("chmod").arg("+x").args([bin.join("rbd"), bin.join("hostname")]).ok();
+    let path = volume.file("rbd-sync", of_guide("rbd-sync"));
+    // Another host, whose name begins like the first one's, syncs the same image.
+    let (other, second) = (Site::new(), volume.site.path("second.raw"));
+    let run = |site: &Site, name: &str, replica: &Path| {
         let inner = "PATH=$BIN:$PATH exec sh \"$@\"";
-        let run = volume.site.run("/bin/sh".as_ref()).env("RBD", &ceph).env("BIN", &bin);
-        run.args(["-c", inner, "sh"]).arg(&path).arg("pool/image").arg(&replica).ok().text()
+        let run = site.run("/bin/sh".as_ref()).env("RBD", &ceph).env("BIN", &bin).env("NAME", name);
+        let said =
+            run.args(["-c", inner, "sh"]).arg(&path).arg("pool/image").arg(replica).limit(LIMIT).ok().text();
+        assert_equal(&live, replica);
+        said
     };
-    assert!(run(&volume).contains("seeded"));
+    assert!(run(&other, "db-2", &second).contains("seeded"));
+    assert!(run(&volume.site, "db", &first).contains("seeded"));
     for blocks in [0, 3] {
         if blocks > 0 {
             image::scribble(&live, 40 * BLOCK, blocks * BLOCK, &mut volume.random);
         }
-        let said = run(&volume);
-        assert!(said.contains("as told by"), "{said}");
-        assert_equal(&live, &replica);
+        for said in [run(&volume.site, "db", &first), run(&other, "db-2", &second)] {
+            assert!(said.contains("as told by"), "{said}");
+        }
         let names = std::fs::read_dir(&ceph).expect("the snapshots").count();
-        assert_eq!(names, 2, "one snapshot is kept");
+        assert_eq!(names, 3, "one snapshot of each host is kept");
     }
+    // One of a run that was killed.
+    image::copy(&live, &ceph.join("dsync:db:20000101T000000.0"));
+    run(&volume.site, "db", &first);
+    assert_eq!(std::fs::read_dir(&ceph).expect("the snapshots").count(), 3);
+}
+
+/// Stand for LVM: the folder has what each volume's run does to the metadata snapshot of its pool.
+const LVM: [(&str, &str); 6] = [
+    (
+        "lvs",
+        "case \"$*\" in *lv_dm_path*) echo /dev/mapper/vg-pool ;; *pool_lv*) echo pool ;; *thin_id*) echo 1 ;; esac",
+    ),
+    (
+        "dmsetup",
+        r#"case $4 in
+reserve*) [ ! -e held ] || exit 1; echo $ME >held ;;
+release*) [ -e held ] || exit 1; rm held ;;
+esac"#,
+    ),
+    (
+        "thin_delta",
+        r#"touch "reads-$ME"
+for i in $(seq 50); do [ "$(cat held)" = $ME ] || { echo "the metadata snapshot is gone" >&2; exit 1; }; sleep 0.02; done
+echo '<superblock data_block_size="128">'"#,
+    ),
+    ("lvcreate", ""),
+    ("blockdev", "echo 1048576"),
+    (
+        "dsync",
+        "case $1 in status) echo '{\"moment\":\"m0\"}' ;; *) [ -e \"$9\" ] && touch \"synced-$ME\" ;; esac",
+    ),
+];
+
+#[test]
+fn volumes_of_a_thin_pool_take_turns_with_the_snapshot_of_its_metadata() {
+    if !need(&["jq"], "the script of the guide") {
+        return;
+    }
+    let site = Site::in_memory();
+    let (bin, script) = (site.path("bin"), site.path("thin-sync"));
+    std::fs::create_dir(&bin).expect("a folder");
+    for (name, what) in LVM {
+        std::fs::write(bin.join(name), format!("#!/bin/sh\n{what}\n")).expect("a program");
+        Run::new("chmod").arg("+x").arg(bin.join(name)).ok();
+    }
+    let locks = format!("{}/", site.dir().display());
+    std::fs::write(&script, of_guide("thin-sync").replace("/run/lock/", &locks)).expect("the script");
+    let start = |name: &str| {
+        let run = Run::shell("PATH=$PWD/bin:$PATH exec sh thin-sync vg/$ME replica-$ME").dir(site.dir());
+        run.env("ME", name).limit(LIMIT).start()
+    };
+    // Of a run that was killed.
+    std::fs::write(site.path("held"), "nobody").expect("a file");
+    let first = start("lv1");
+    until("the first one reads", || site.path("reads-lv1").exists());
+    let second = start("lv2");
+    for (run, name) in [(first, "lv1"), (second, "lv2")] {
+        let output = run.output(LIMIT);
+        assert!(output.status.success() && site.path(&format!("synced-{name}")).exists(), "{output}");
+    }
+    assert!(!site.path("held").exists());
 }
 
 /// A volume in a thin pool, on which a guest runs the script of the guide.
@@ -639,6 +708,6 @@ fn the_script_of_the_guide_follows_a_volume_of_a_thin_pool() {
         files: vec![script, dsync_tests::site::binary().into()],
         ..guest::Options::default()
     });
-    let said = guest.finish(std::time::Duration::from_secs(300));
+    let said = guest.finish(Duration::from_secs(300));
     assert!(said.iter().any(|line| line.contains("done")), "{said:#?}");
 }
