@@ -303,6 +303,23 @@ fn a_disk_is_added_and_another_goes() {
     shown.kill();
 }
 
+/// Each image is another disk, whose replica stays where it is.
+#[test]
+fn a_disk_that_is_moved_twice_has_a_replica_of_its_own_each_time() {
+    let Some(world) = World::new("a VM whose disk is moved twice") else { return };
+    world.sync();
+    for (image, replica) in [("c.raw", "t1-vdb.2.img"), ("d.raw", "t1-vdb.3.img")] {
+        let image = world.site.path(image);
+        world.host.virsh(["blockcopy", VM, "vdb", "--pivot", "--wait", "--transient-job"]).arg(&image).ok();
+        world.sync();
+        world.host.virsh(["suspend", VM]).ok();
+        world.sync();
+        let replica = world.replica(replica);
+        Run::new("qemu-img").args(["compare", "-U", "-F", "raw"]).arg(&image).arg(&replica).ok();
+        world.host.virsh(["resume", VM]).ok();
+    }
+}
+
 #[test]
 fn a_vm_starts_elsewhere_from_its_replicas() {
     const ODD: &str = "it's a & b";

@@ -22,15 +22,16 @@ mod verify;
 mod virsh;
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use device::{Dir, FolderLock};
 use serde::Serialize;
-use source::{AtRest, SourceMembership, SourceOptions, StateDir};
+use source::{AtRest, Bookmarks, SourceMembership, SourceOptions, StateDir};
 use sync::{GroupSummary, Summary, ToldMember};
+use uuid::Uuid;
 
 use crate::args;
 use crate::commands::group_command::{self, GroupSync};
@@ -344,7 +345,8 @@ impl<'a> Machine<'a> {
         if let Some((_, about, group)) = members.iter().find(|(_, about, _)| Some(about.uuid) == own) {
             return Ok(group.file_of(&about.path));
         }
-        let taken: Vec<String> = members.iter().map(|(_, about, group)| group.file_of(&about.path)).collect();
+        let mut taken = self.names_of_others(own)?;
+        taken.extend(members.iter().map(|(_, about, group)| group.file_of(&about.path)));
         let mut file = format!("{}-{target}.img", self.name);
         let mut count = 1;
         while taken.contains(&file) {
@@ -352,6 +354,21 @@ impl<'a> Machine<'a> {
             file = format!("{}-{target}.{count}.img", self.name);
         }
         Ok(file)
+    }
+
+    /// The names of the replicas that other disks of this host have, in whichever folder. A disk that has left its machine leaves its replicas where
+    /// they are, until they are forgotten.
+    fn names_of_others(&self, own: Option<Uuid>) -> Result<BTreeSet<String>> {
+        let mut names = BTreeSet::new();
+        for (place, about) in self.state.survey()?.sources {
+            if Some(about.uuid) == own || !place.exists() {
+                continue;
+            }
+            let bookmarks = Bookmarks::read(&Dir::existing(&place)?)?;
+            let replicas = bookmarks.replicas().flat_map(|(name, known)| known.also.iter().chain([name]));
+            names.extend(replicas.filter_map(|name| name.rsplit(['/', ':']).next()).map(str::to_owned));
+        }
+        Ok(names)
     }
 
     /// The files of the definition, the NVRAM and the TPM's state as members.
