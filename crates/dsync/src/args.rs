@@ -580,9 +580,9 @@ impl MomentArgs {
 pub(crate) struct ToldArgs {
     #[command(flatten)]
     pub at: MomentArgs,
-    /// Take what was written to SRC from this file, and not from a record of dsync: lines OFFSET LENGTH in bytes, or the output of "dsync changes
-    /// --json" or "rbd diff --format json"; - for standard input. qemu:dirty-bitmap:NAME is the bitmap of that name which the export of --moment
-    /// offers; a file called so is ./qemu:dirty-bitmap:NAME. What the list omits is not sent: "dsync verify" shows it
+    /// Take what was written to SRC from this file, and not from a record of dsync: lines OFFSET LENGTH in bytes, each with its newline, or the
+    /// output of "dsync changes --json" or "rbd diff --format json"; - for standard input. qemu:dirty-bitmap:NAME is the bitmap of that name which
+    /// the export of --moment offers; a file called so is ./qemu:dirty-bitmap:NAME. What the list omits is not sent: "dsync verify" shows it
     #[arg(long, value_name = "FILE", requires_all = ["since", "called"])]
     pub changes: Option<PathBuf>,
     /// The moment from which the list counts, by the name that the last sync had with --as; without --changes, that moment itself, for another

@@ -192,6 +192,7 @@ fn a_list_that_is_none_or_does_not_fit_its_disk_is_refused() {
     let replica = volume.replica.clone();
     for (list, words) in [
         ("0 4096\n12288 4K\n", &["line 2 is \"12288 4K\""][..]),
+        ("12288 8192\n16384 40", &["ends amid line 2", "cut off"]),
         ("1044480 8192\n", &["up to 1052672", "has 1048576"]),
         ("[{\"start\":12288,\"length\":8192,\"depth\":0}]", &["start"]),
         ("{\"size\":2097152,\"ranges\":[[12288,8192]]}", &["of a disk of 2.00 MiB", "has 1.00 MiB"]),
@@ -340,7 +341,7 @@ fn a_disk_at_rest_is_told_of_as_well() {
     let dry = site.sync(&disk, &replica, &["-n", "--trust-device"]).ok().summary();
     assert_eq!(dry["method"], "compare", "{dry}");
     let list = site.path("list");
-    std::fs::write(&list, "0x8000 8192").expect("a list");
+    std::fs::write(&list, "0x8000 8192\n").expect("a list");
     let list = list.to_str().expect("a path");
     let summary = sync("tue", &["--changes", list, "--since", "mon"]);
     told_by(&summary, Path::new(list));

@@ -61,18 +61,36 @@ pub(crate) fn read(file: &Path, since: &str) -> Result<ToldChanges, Failure> {
             "{name} has more than {most}: make one range of those that are close"
         )));
     }
-    let (ranges, size) = parse(&bytes).map_err(|why| {
-        Failure::refused(format!(
+    let (ranges, size) = parse(&bytes).map_err(|why| match why {
+        Flaw::CutOff(line) => Failure::refused(format!(
+            "{name} ends amid line {line}: it may have been cut off. Make it again, and see that what makes it succeeds; its last line ends with a \
+             newline, too"
+        )),
+        Flaw::Other(why) => Failure::refused(format!(
             "{name} is not a list of changes ({}): give lines \"OFFSET LENGTH\" in bytes, or the output of \"dsync changes --json\" or \"rbd \
              diff --format json\"",
             link::printable(&why)
-        ))
+        )),
     })?;
     Ok(ToldChanges::List(ChangeList { since: since.to_owned(), ranges, size, one_size: false }))
 }
 
+/// Why something is not a list.
+#[derive(Debug, PartialEq)]
+enum Flaw {
+    /// This line, the last one, has no end: a number in it may have lost digits, and there may have been more lines.
+    CutOff(usize),
+    Other(String),
+}
+
+impl From<String> for Flaw {
+    fn from(why: String) -> Flaw {
+        Flaw::Other(why)
+    }
+}
+
 /// The ranges of a list, and the size of its disk, if it says that.
-fn parse(bytes: &[u8]) -> Result<(Extents, Option<u64>), String> {
+fn parse(bytes: &[u8]) -> Result<(Extents, Option<u64>), Flaw> {
     let json = |error: serde_json::Error| error.to_string();
     let (ranges, size) = match bytes.trim_ascii_start().first() {
         Some(b'{') => {
@@ -93,7 +111,7 @@ fn parse(bytes: &[u8]) -> Result<(Extents, Option<u64>), String> {
     Ok((ranges.into_iter().map(range).collect::<Result<_, _>>()?, size))
 }
 
-fn lines(bytes: &[u8]) -> Result<Vec<(u64, u64)>, String> {
+fn lines(bytes: &[u8]) -> Result<Vec<(u64, u64)>, Flaw> {
     let mut ranges = Vec::new();
     for (number, line) in bytes.split(|byte| *byte == b'\n').enumerate() {
         let line = String::from_utf8_lossy(line);
@@ -106,7 +124,10 @@ fn lines(bytes: &[u8]) -> Result<Vec<(u64, u64)>, String> {
         let shown = || line.chars().take(40).collect::<String>();
         ranges.push(found.ok_or_else(|| format!("line {} is \"{}\"", number + 1, shown()))?);
     }
-    Ok(ranges)
+    match bytes.last() {
+        None | Some(b'\n') => Ok(ranges),
+        Some(_) => Err(Flaw::CutOff(bytes.split(|byte| *byte == b'\n').count())),
+    }
 }
 
 /// A number, decimal or 0x and hexadecimal.
@@ -121,7 +142,7 @@ mod tests {
     use super::*;
 
     fn ranges(list: &str) -> Vec<Range<u64>> {
-        parse(list.as_bytes()).unwrap_or_else(|why| panic!("{list}: {why}")).0.iter().collect()
+        parse(list.as_bytes()).unwrap_or_else(|why| panic!("{list}: {why:?}")).0.iter().collect()
     }
 
     #[test]
@@ -130,7 +151,7 @@ mod tests {
         assert_eq!(ranges("[]"), []);
         assert_eq!(ranges("0 4096\n\n0x10000   0x1000\r\n"), [0..4096, 65536..69632]);
         // In any order, and over one another.
-        assert_eq!(ranges("8192 4096\n0 4096\n2048 4096\n100 0"), [0..6144, 8192..12288]);
+        assert_eq!(ranges("8192 4096\n0 4096\n2048 4096\n100 0\n"), [0..6144, 8192..12288]);
         let rbd = r#"[{"offset":0,"length":4194304,"exists":"true"},{"offset":8388608,"length":4096,"exists":"false"}]"#;
         assert_eq!(ranges(rbd), [0..4194304, 8388608..8392704]);
         let own = r#"{"message_type":"summary","source":"/vm","since":1,"epoch":2,"size":16384,"block_size":4096,"bytes":4096,"ranges":[[4096,4096]]}"#;
@@ -149,7 +170,7 @@ mod tests {
             ("Offset Length Type", "line 1"),
             ("0 4194304 data", "line 1"),
             ("\u{1}\u{2}", "line 1"),
-            ("18446744073709551615 2", "too far"),
+            ("18446744073709551615 2\n", "too far"),
             ("18446744073709551616 2", "line 1"),
             // What is allocated is not what changed.
             (
@@ -160,8 +181,17 @@ mod tests {
             ("[{\"offset\":0,\"length\":4096},", "EOF"),
             ("[[0,-1]]", "line 1"),
         ] {
-            let said = parse(list.as_bytes()).expect_err(list);
-            assert!(said.contains(why), "{list}: {said}");
+            match parse(list.as_bytes()).expect_err(list) {
+                Flaw::Other(said) => assert!(said.contains(why), "{list}: {said}"),
+                said => panic!("{list}: {said:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn lines_that_were_cut_off_are_refused() {
+        for (list, line) in [("0 4096", 1), ("0 4096\n12288 40", 2), ("0 4096\n ", 2)] {
+            assert_eq!(parse(list.as_bytes()).expect_err(list), Flaw::CutOff(line));
         }
     }
 }
