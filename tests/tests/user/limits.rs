@@ -264,6 +264,7 @@ fn a_container_that_is_copied_is_called_one() {
         std::fs::remove_dir_all(site.state()).expect("its state");
         assert!(told("copy.raw"), "{format}");
         assert!(!told("copy.raw"), "{format}: told at the first sync alone");
+        assert!(told("second.raw"), "{format}: of each replica");
         image::assert_equal(&image, &site.path("copy.raw"));
     }
 }

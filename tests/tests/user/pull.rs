@@ -77,6 +77,22 @@ impl Pulling {
 }
 
 #[test]
+fn a_container_that_is_fetched_is_called_one_for_each_replica() {
+    let (far, near) = (Site::new(), Site::new());
+    let path = far.image("vm.img", MIB);
+    let image = std::fs::File::options().write(true).open(&path).expect("the image");
+    std::os::unix::fs::FileExt::write_all_at(&image, b"QFI\xfb", 0).expect("a write");
+    drop(image);
+    let source = format!("far:{}", path.display());
+    let told = |to: &str| {
+        let run = near.dsync(["sync", &source, "--rsh", RSH]).arg(near.path(to));
+        let said = run.env("RSH_STATE", far.state()).ok().stderr;
+        said.contains("is a qcow2 image, and is copied as it is")
+    };
+    assert!(told("copy.raw") && !told("copy.raw") && told("second.raw") && !told("third.qcow2"));
+}
+
+#[test]
 fn a_pull_moves_what_a_push_would() {
     let mut pulling = Pulling::new("pull", 64 * MIB);
     let dry = pulling.sync(&["-n"]).ok().summary();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use source::{Around, SourceOptions, StateDir, Told};
+use source::{Around, Handle, SourceOptions, StateDir, Told};
 use sync::{
     Conflict, CutHook, ListedExtents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task,
     Unreadable, Way,
@@ -18,6 +18,7 @@ use crate::jobs::steering::{self, Steering};
 use crate::output::Output;
 use crate::reach::effect;
 use crate::reach::location::{Ends, Location};
+use crate::status::job_copies::remembered;
 use crate::terms::change_list;
 use crate::terms::machine_name;
 use crate::terms::units;
@@ -158,7 +159,7 @@ fn push(
     if handle.is_clone() {
         options.hook = None;
     }
-    if let Err(refused) = check(&(&handle).into(), args, output) {
+    if let Err(refused) = check(&(&handle).into(), is_first_to(&handle, &ends.destination), args, output) {
         handle.close()?;
         return Err(refused.into());
     }
@@ -195,7 +196,11 @@ fn pull(
 ) -> Result<Summary> {
     let begun = |info: &SourceInfo| {
         output.more(&format!("source {} ({})", info.uuid, args.source));
-        check(info, args, output)
+        let opening = sync::open_options(args.far.journal_dir.as_deref(), state);
+        let known = ends.destination.place().ok().map(|(path, _)| replica::inspect(&path, &opening));
+        let is_first =
+            known.is_some_and(|known| known.is_ok_and(|known| known.is_none_or(|at| at.epoch.is_none())));
+        check(info, is_first, args, output)
     };
     let summary = persist(args, options, output, |options| {
         let task = (Task::Sync(options.clone()), &args.open, &args.far);
@@ -204,20 +209,30 @@ fn pull(
     Ok(Summary { source: (&args.source).into(), ..summary })
 }
 
-/// Holds an open source against the options.
-fn check(info: &SourceInfo, args: &args::Sync, output: &Output) -> Result<(), SyncError> {
+/// True if nothing was synced yet from a source to this replica.
+fn is_first_to(handle: &Handle, replica: &Location) -> bool {
+    let known = remembered(replica).ok().zip(handle.bookmarks().ok());
+    known.is_some_and(|(name, bookmarks)| bookmarks.named(&name).is_none())
+}
+
+/// Holds an open source against the options, for a replica to which it is synced for the first time or not.
+fn check(info: &SourceInfo, is_first: bool, args: &args::Sync, output: &Output) -> Result<(), SyncError> {
     // With --adopt this one is about the destination, too.
     let allow_shrink = args.open.allow_shrink && !args.begin.adopts();
     let open = SourceArgs { allow_shrink, ..args.open.clone() };
     effect::on_source(info, &open, &args.live.given(), output);
-    if let (Some(format), Some(args::FormatArg::Qcow2)) = (&info.container, args.begin.format) {
+    // Later, what a guest has written to the first block of its disk does not matter.
+    let container = info.container.as_ref().filter(|_| info.is_new);
+    if let (Some(format), Some(args::FormatArg::Qcow2)) = (container, args.begin.format) {
         return Err(SyncError::Refused(format!(
             "{} is a {format} image, and is copied as it is, so --format qcow2 would put it into another one: omit that, or serve the disk in it \
              with \"dsync serve\"",
             info.path.display()
         )));
     }
-    effect::on_container(info, args.destination.as_deref().unwrap_or_default(), output);
+    if is_first {
+        effect::on_container(info, args.destination.as_deref().unwrap_or_default(), output);
+    }
     if args.live.freeze == Some(FreezeArg::Require) && !info.tracked {
         let why = "is not a tracked disk, so no file system on it can be frozen: omit --freeze require";
         return Err(SyncError::Refused(format!("{} {why}", info.path.display())));

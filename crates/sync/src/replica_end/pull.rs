@@ -95,17 +95,15 @@ pub struct SourceInfo {
     pub tracked: bool,
     /// Its bytes, and those that its server offers, which was started before it was resized.
     pub resized: Option<(u64, u64)>,
-    /// Of an image that no epoch is of yet: the format in which it contains a disk.
+    /// Of an image at rest: the format in which it seems to contain a disk, which is copied as it is.
     pub container: Option<String>,
+    /// No epoch is of it yet.
+    pub is_new: bool,
 }
 
 impl From<&Handle> for SourceInfo {
     fn from(handle: &Handle) -> SourceInfo {
         let about = handle.about();
-        // Later, what a guest has written to the first block of its disk does not matter. The history is read only
-        // for what looks like a container.
-        let is_new = |_: &&str| matches!(handle.last_epoch(), Ok(None));
-        let container = handle.container().filter(is_new);
         SourceInfo {
             path: about.path.clone(),
             uuid: about.uuid,
@@ -113,7 +111,8 @@ impl From<&Handle> for SourceInfo {
             served: handle.is_served(),
             tracked: handle.live().is_some(),
             resized: handle.resized(),
-            container: container.map(str::to_owned),
+            container: handle.container().map(str::to_owned),
+            is_new: matches!(handle.last_epoch(), Ok(None)),
         }
     }
 }
@@ -396,6 +395,7 @@ mod tests {
             tracked: false,
             resized: None,
             container: None,
+            is_new: false,
         };
         sender.send_json(SOURCE, &info)?;
         let status = crate::wire::messages::open(&sender, &receiver, open, None)?;
