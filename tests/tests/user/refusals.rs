@@ -185,6 +185,12 @@ fn what_holds_other_content_is_not_adopted_without_a_word() {
         sync("--adopt=overwrite").ok();
         image::assert_equal(&scene.image, &replica);
     }
+    // A source without data: all of what is there goes.
+    let (blank, full) = (scene.site.image("blank.raw", 8 * MIB), scene.site.path("full.raw"));
+    image::random(&full, 8 * MIB, &mut scene.random);
+    let run = scene.site.dsync(["sync", "--adopt=overwrite", "-n"]).arg(&blank).arg(&full);
+    let said = run.ok().text();
+    assert!(said.contains("up to 8.00 MiB read at the replica, and overwritten where it differs"), "{said}");
     // One that is being mirrored to, and a disk that is restored from its replica.
     let other = scene.site.path("other.raw");
     image::random(&other, 8 * MIB, &mut scene.random);
@@ -939,12 +945,13 @@ fn a_value_that_cannot_be_read_is_named_once() {
         &["sync", "--keep-bytes=x", "a", "b"],
         &["sync", "--connections=x", "a", "b"],
         &["sync", "--freeze-limit=x", "a", "b"],
-        &["sync", "--freeze-limit=301", "a", "b"],
+        &["sync", "--freeze-limit=301s", "a", "b"],
         &["sync", "--bwlimit=0", "a", "b"],
         &["sync", "--bwlimit=08:00=1M", "a", "b"],
         &["mirror", "--rpo=x", "a", "b"],
         &["mirror", "--rpo=99999999999999999999", "a", "b"],
-        &["status", "--watch=0"],
+        &["status", "--watch=0s"],
+        &["status", "--check", "--max-age", "25"],
         &["status", "--watch=x"],
         &["status", "--check", "--max-age=x"],
         &["status", ""],

@@ -333,11 +333,13 @@ pub(crate) fn say(summary: &Summary, output: &Output) {
         };
         output.say(&match summary.method {
             delta::Method::Compare | delta::Method::Rolling => format!(
-                "would compare all of {} with {} ({}): at most {} read on each side, and sent",
+                "would compare all of {} with {} ({}): at most {} read at the source and sent; up to {} read at the replica, and overwritten where it \
+                 differs",
                 summary.source.display(),
                 summary.destination,
                 summary.trust,
-                units::size(summary.bytes_sent)
+                units::size(summary.bytes_sent),
+                units::size(summary.disk_size)
             ),
             _ if summary.bytes_sent < summary.bytes_changed => format!(
                 "would send {found} {of} to {} ({}): {} of data, the rest as holes{besides}",
