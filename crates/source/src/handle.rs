@@ -655,9 +655,9 @@ fn place_of(state: &StateDir, what: &str, options: &SourceOptions) -> Result<Pat
         Some(_) => {
             format!("source {} does not exist: if it was moved, pass its new path", path.display())
         }
+        None if what.contains('/') => format!("no source {what}: no such file or device"),
         None => format!(
-            "no source {what}: give the path of an image or device, or the name under which \"dsync serve\" \
-             serves it"
+            "no source {what}: there is no such file, and no export of that name (\"dsync status\" lists the sources)"
         ),
     }))
 }

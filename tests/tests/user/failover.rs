@@ -1462,6 +1462,7 @@ fn every_refusal_leads_out() {
     // Nobody has promoted the replica.
     let both = [
         "is a replica itself",
+        "\n  - to bring it up to date, exchange SRC and DST\n",
         "run \"dsync promote /",
         "not a dsync replica but a source itself",
         "--adopt",

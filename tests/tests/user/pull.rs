@@ -481,7 +481,8 @@ fn errors_of_the_far_side_come_with_its_name_and_its_code() {
         assert_eq!(output.stderr.lines().count(), 1, "said once: {output}");
         output
     };
-    lines(sync("far:/no/such/disk", &[]).code(1)).says(&["dsync: far: no source /no/such/disk"]);
+    lines(sync("far:/no/such/disk", &[]).code(1))
+        .says(&["dsync: far: no source /no/such/disk: no such file or device"]);
     sync(&format!("unreachable:{}", pulling.scene.image.display()), &[])
         .code(1)
         .says(&["No route to host", "unreachable true"]);

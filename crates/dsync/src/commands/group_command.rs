@@ -267,9 +267,9 @@ impl Teller<'_> {
 /// Says what a mirror of a group did.
 pub(crate) fn say_end(name: &str, shown: &str, summary: &GroupMirrorSummary, output: &Output) {
     output.say(&format!(
-        "group {name} in {shown} is at common epoch {}: {} commits with {} of changes, sent {}, in {}",
+        "group {name} in {shown} is at common epoch {}: {} with {} of changes, sent {}, in {}",
         summary.epoch.map_or_else(|| "none".to_owned(), |epoch| epoch.to_string()),
-        units::count(summary.commits),
+        units::many(summary.commits, "commit"),
         units::size(summary.bytes_changed),
         units::size(summary.bytes_sent),
         units::seconds(summary.seconds.round())

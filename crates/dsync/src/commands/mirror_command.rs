@@ -125,11 +125,15 @@ pub(crate) fn run(args: &args::MirrorArgs, state: &StateDir, output: &Output) ->
     Ok(())
 }
 
+fn batches(number: u64) -> String {
+    format!("{} {}", units::count(number), if number == 1 { "batch" } else { "batches" })
+}
+
 fn say(summary: &MirrorSummary, name: &str, output: &Output) {
     let epoch = summary.epoch.map_or_else(String::new, |epoch| format!(" at epoch {epoch}"));
     output.say(&format!(
-        "{name} is{epoch}: {} batches with {} of changes, sent {}, in {}",
-        units::count(summary.batches),
+        "{name} is{epoch}: {} with {} of changes, sent {}, in {}",
+        batches(summary.batches),
         units::size(summary.bytes_changed),
         units::size(summary.bytes_sent),
         units::seconds(summary.seconds.round())
@@ -219,10 +223,10 @@ impl Teller<'_> {
                     output.status(batch);
                 } else if !output.is_json() && output.is_verbose() && self.is_due(TOLD_EVERY) {
                     output.more(&format!(
-                        "{} batches, the last of {} in {} blocks; interval {}, {} behind, sent {}",
-                        units::count(batch.batch),
+                        "{}, the last of {} in {}; interval {}, {} behind, sent {}",
+                        batches(batch.batch),
                         units::size(batch.bytes),
-                        units::count(batch.blocks),
+                        units::many(batch.blocks, "block"),
                         units::seconds(batch.interval),
                         units::seconds(batch.lag),
                         units::size(batch.sent)

@@ -267,6 +267,7 @@ fn of_source(copy: JobCopy, named: &str, known: &Known<'_>, state: &StateDir) ->
 /// Keeps why the job that this process runs has failed, of copies that never began: there is nothing else that would show it.
 pub(crate) fn record(message: &str, state: &StateDir) -> Result<()> {
     let Some(job) = job::running() else { return Ok(()) };
+    let message = &message.replace('\n', " ");
     let cli = job.read_again()?;
     let sources = state.survey()?.sources.into_iter();
     let sources: Vec<SourceStatus> =

@@ -215,8 +215,10 @@ pub fn unpromoted(path: &Path, state: &dyn Site) -> Option<String> {
     let (source, epoch) = (replica.lineage.source?, replica.lineage.epoch?);
     Some({
         format!(
-            "{} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To bring it up to date, \
-             exchange SRC and DST. To take over from its source, run \"{}\" instead",
+            "{} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it\n\
+             - to bring it up to date, exchange SRC and DST\n\
+             - to take over from its source, run \"{}\"\n\
+             - to restore another disk from it all the same",
             path.display(),
             epoch.number,
             replica.promotion()

@@ -191,12 +191,14 @@ pub(super) fn unpin(place: &Path) -> io::Result<()> {
 fn check_machine() -> Result<(), TrackError> {
     let unable = |why: &str| Err(TrackError::Unable(why.to_owned()));
     if !rustix::process::geteuid().is_root() {
-        return unable("tracking a device needs root: run with sudo, or use \"dsync sync --method compare\"");
+        return unable(
+            "tracking a device needs root: run with sudo. Untracked, a device can be synced while it is not in use: \"dsync sync\" compares it",
+        );
     }
     if !Path::new(TYPES).exists() {
         return unable(
-            "this kernel has no BTF (/sys/kernel/btf/vmlinux), which the bpf tracker needs: \
-             use \"dsync serve\" or \"dsync sync --method compare\"",
+            "this kernel has no BTF (/sys/kernel/btf/vmlinux), which the bpf tracker needs: use \"dsync serve\", or \"dsync track add --with dm\". A \
+             device that is not in use is compared by \"dsync sync\"",
         );
     }
     mount_bpffs().map_err(|error| {
