@@ -244,6 +244,8 @@ fn way_out(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => ": its file system is mounted read-only: remount it for writing",
         io::ErrorKind::PermissionDenied => ": run as a user who may do this, or change its owner or mode",
+        io::ErrorKind::StorageFull => ": free some space on its file system and run again",
+        io::ErrorKind::QuotaExceeded => ": raise the quota of its owner, or free some space, and run again",
         _ => "",
     }
 }

@@ -577,6 +577,24 @@ fn a_journal_that_does_not_fit_is_not_needed() {
     scene.equal();
 }
 
+#[test]
+fn a_first_copy_says_how_much_room_it_lacks() {
+    let what = "a first copy that does not fit";
+    let mut scene = Scene::new(what, 64 * MIB);
+    let Some(small) = Small::new(&mut scene, "ext4", 64 * MIB, what) else { return };
+    fill_holes(&mut scene, 0..64 * MIB);
+    small.leave(16 * MIB);
+    let refused = scene.sync(&[]).code(1).stderr;
+    let figure = refused.split_once("free about ").and_then(|(_, rest)| rest.split_once(" MiB"));
+    let mib: f64 = figure.and_then(|(figure, _)| figure.parse().ok()).expect(&refused);
+    assert!((46.0..53.0).contains(&mib), "{refused}");
+    // Not even its state finds room.
+    std::fs::remove_dir_all(small.place.join(".vm.raw.dsync")).expect("its state");
+    std::fs::remove_file(small.place.join("vm.raw.partial")).expect("its beginning");
+    small.fill_up();
+    scene.sync(&[]).code(1).says(&["No space left", "free some space on its file system"]);
+}
+
 /// The figure is that of the journal and of what the merge adds: with so much more room the next sync succeeds.
 #[test]
 fn the_room_that_is_asked_for_suffices() {

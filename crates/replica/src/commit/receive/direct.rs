@@ -11,6 +11,7 @@ use uuid::Uuid;
 use super::{Sink, Stop};
 use crate::commit::apply::Applier;
 use crate::commit::copies::{Copies, WrittenRanges};
+use crate::commit::holes::rounded;
 use crate::commit::undo::Touched;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error};
 use crate::journal::trail::Footprint;
@@ -28,6 +29,8 @@ const SAVE_TIME: Duration = Duration::from_secs(2);
 /// A delta on its way to the destination, or to what will take its place.
 pub(super) struct Direct {
     disk: Arc<dyn Disk>,
+    /// Bytes for which a first copy had no room from the beginning, as far as that is known.
+    pub(super) lacks: Option<u64>,
     applier: Applier,
     /// For a delta that copies.
     copies: Option<Copies>,
@@ -268,6 +271,7 @@ impl Replica {
         let mut applier = applier.map_err(failed("open"))?;
         applier.keep(keeping);
         Ok(Sink::Direct(Box::new(Direct {
+            lacks: self.first_copy_lacks(),
             disk,
             applier,
             copies,
@@ -281,6 +285,13 @@ impl Replica {
             passing: Passing::new(unsure.clone(), header),
             unsure_before: unsure,
         })))
+    }
+
+    /// Bytes of room that the rest of a first copy needs and its file system has not, if what is to come is known. Of any other delta it is not known
+    /// what it brings that has a place already.
+    fn first_copy_lacks(&self) -> Option<u64> {
+        let expected = Some(self.expected()).filter(|bytes| *bytes > 0 && self.lineage().epoch.is_none())?;
+        expected.checked_sub(self.destination().free()?).map(rounded)
     }
 
     /// Brings what the delta goes on from out of the journal to where the delta goes itself, and drops any other.

@@ -325,7 +325,11 @@ impl DeltaReceiver<'_> {
                 } else {
                     "write to"
                 };
-                return Err(disk_error(what, &path, INTERRUPTED)(e));
+                let mut error = disk_error(what, &path, INTERRUPTED)(e);
+                if let (ReplicaError::Full { missing, .. }, Sink::Direct(direct)) = (&mut error, &self.sink) {
+                    *missing = direct.lacks;
+                }
+                return Err(error);
             }
             Err(Stop::Journal(e)) => {
                 let (gave, grows) = match std::mem::replace(&mut self.sink, Sink::Closed) {
