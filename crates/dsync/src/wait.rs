@@ -5,13 +5,16 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use crate::args::WaitArg;
-use crate::failure::{self, BUSY};
+use crate::failure::{self, BUSY, Failure};
 use crate::output::Output;
 use crate::terms::units;
 
 /// The pause between attempts, at first and at most.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
+
+/// The advice of a message that something is in use.
+const ADVICE: &str = ": wait for it, as --wait does, or stop it";
 
 /// Makes attempts until one ends in another way than that the source or the replica is in use, or for as long as the user
 /// has said. An attempt that is refused for this reason has changed nothing.
@@ -29,9 +32,9 @@ pub(crate) fn until_free<T>(
             ended => return ended,
         };
         let Some(left) = limit.checked_sub(began.elapsed()).filter(|left| !left.is_zero()) else {
-            return Err(
-                error.context(format!("gave up after waiting {}", units::seconds(limit.as_secs_f64())))
-            );
+            let waited = units::seconds(limit.as_secs_f64());
+            let why = failure::text(&error).replace(ADVICE, ": wait longer, or stop it");
+            return Err(Failure::busy(format!("gave up after waiting {waited}: {why}")).into());
         };
         let why = failure::text(&error);
         if why != told {
@@ -46,5 +49,5 @@ pub(crate) fn until_free<T>(
 
 /// What is said of a wait.
 pub(crate) fn waiting(why: &str, left: Duration) -> String {
-    format!("waiting for up to {}: {why}", units::seconds(left.as_secs_f64().round()))
+    format!("waiting for up to {}: {}", units::seconds(left.as_secs_f64().round()), why.replace(ADVICE, ""))
 }

@@ -10,7 +10,7 @@ use uuid::Uuid;
 #[derive(Debug, thiserror::Error)]
 pub enum ReplicaError {
     /// Another process uses the replica.
-    #[error("replica {} is in use ({holder}): wait for it, or stop it", path.display())]
+    #[error("replica {} is in use ({holder}): wait for it, as --wait does, or stop it", path.display())]
     Busy {
         /// The destination.
         path: PathBuf,
@@ -78,7 +78,7 @@ pub enum ReplicaError {
         group: String,
     },
     /// Another process works on the replicas of a group.
-    #[error("group {group} in {} is in use ({holder}): wait for it, or stop it", dir.display())]
+    #[error("group {group} in {} is in use ({holder}): wait for it, as --wait does, or stop it", dir.display())]
     GroupBusy {
         /// The name of the group.
         group: String,

@@ -32,7 +32,7 @@ pub enum SourceError {
         why: String,
     },
     /// Another program holds the source.
-    #[error("source {} is in use ({holder}): wait for it, or stop it", path.display())]
+    #[error("source {} is in use ({holder}): wait for it, as --wait does, or stop it", path.display())]
     Busy {
         /// The source.
         path: PathBuf,

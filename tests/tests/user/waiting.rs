@@ -38,6 +38,7 @@ fn waits(mut holder: Background, waiting: Run, names: &str) {
     let ended = waiting.output(Duration::from_secs(60));
     assert!(ended.status.success(), "{ended}");
     ended.says(&[names, "is in use (dsync"]);
+    assert!(!ended.stderr.contains("--wait"), "it waits already: {ended}");
     // A holder that has just begun has not said who it is.
     let lines = ended.stderr.lines().filter(|line| !line.contains("(another process)"));
     assert_eq!(lines.filter(|line| line.contains("waiting for up to")).count(), 1, "{ended}");
@@ -53,9 +54,12 @@ fn a_replica_in_use_is_waited_for() {
     let refused = again(&[]).code(BUSY);
     let error = refused.json().pop().expect("an error");
     assert_eq!((error["message_type"].as_str(), error["code"].as_i64()), (Some("error"), Some(6)), "{error}");
+    refused.says(&["wait for it, as --wait does, or stop it"]);
     let patience = Instant::now();
     let gave_up = scene.sync(&["--wait=700ms"]).code(BUSY);
-    gave_up.says(&["gave up after waiting 0.70 s: replica", "is in use (dsync"]);
+    let process = holder.pid().as_raw_nonzero();
+    let who = format!("is in use (dsync sync, process {process} on ");
+    gave_up.says(&["gave up after waiting 0.70 s: replica", &who, "): wait longer, or stop it"]);
     assert!(patience.elapsed() >= Duration::from_millis(700), "{gave_up}");
     holder.kill();
     let text = |verb: &str| scene.site.dsync([verb, "--wait"]).arg(&scene.image).arg(&scene.replica);

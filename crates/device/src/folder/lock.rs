@@ -49,10 +49,7 @@ impl FolderLock {
             if here.is_ok_and(|here| here == (ours.dev(), ours.ino())) {
                 // The text is optional: a full file system must not prevent locking.
                 let _ = file.set_len(0);
-                let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
-                let host = rustix::system::uname();
-                let host = host.nodename().to_string_lossy();
-                let _ = write!(file, "{} (process {} on {host})", program.trim(), std::process::id());
+                let _ = write!(file, "{}", own_name());
                 return Ok(Ok(FolderLock { file, folder: folder.clone() }));
             }
         }
@@ -83,6 +80,18 @@ impl FolderLock {
         }
         drop(self.file);
     }
+}
+
+/// What this process is called where it holds a lock: `dsync mirror, process 12 on host`.
+fn own_name() -> String {
+    let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+    let command = std::env::args_os().nth(1).filter(|_| program.trim() == "dsync");
+    let command = command.and_then(|word| word.into_string().ok());
+    let command = command.filter(|word| word.bytes().all(|byte| byte.is_ascii_lowercase()));
+    let command = command.map_or_else(String::new, |word| format!(" {word}"));
+    let host = rustix::system::uname();
+    let host = host.nodename().to_string_lossy();
+    format!("{}{command}, process {} on {host}", program.trim(), std::process::id())
 }
 
 fn holder(file: &mut File) -> io::Result<String> {
