@@ -13,7 +13,7 @@ use device::identity;
 use extents::Bitmap;
 use uuid::Uuid;
 
-use crate::tracker::{block_size_for, taken};
+use crate::tracker::{BEGAN, block_size_for, taken};
 use crate::{TrackError, Tracker};
 
 const PROC: &str = "/proc/track";
@@ -264,7 +264,7 @@ impl Tracker for DmTracker {
             Some(epoch) if !status.lost => self.frozen(epoch)?.1,
             _ => status.lost,
         };
-        Ok(lost.then(|| "it was not tracked before".into()))
+        Ok(lost.then(|| BEGAN.into()))
     }
 
     fn checkpoint(&self) -> Result<Bitmap, TrackError> {

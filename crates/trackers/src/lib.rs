@@ -33,7 +33,7 @@ pub use felt::{Felt, FeltFile};
 pub use find::{find, list};
 pub use last_write_time::LastWriteTime;
 pub use tracked::{Follower, Frozen, TrackError, TrackOptions, TrackedDisk, WriteMark};
-pub use tracker::Tracker;
+pub use tracker::{Tracker, is_fresh};
 pub use tracker_lock::TrackerLock;
 
 /// Where processes of this host tell each other what holds at most until the machine stops: locks of trackers, rests of file systems.

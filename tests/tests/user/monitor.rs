@@ -667,6 +667,8 @@ fn a_tracked_disk_that_lost_its_record_is_reported() {
     }
     let mine = path.to_str().expect("a path");
     let copy = site.path("copy.raw");
+    let said = site.dsync(["status", "--check"]).output().text();
+    assert!(!said.contains("tracking is lost"), "it was not synced yet: {said}");
     site.sync(&path, &copy, &[]).ok();
     assert_eq!(problems(&site, &[mine]), none());
     // Another record begins.
@@ -674,6 +676,8 @@ fn a_tracked_disk_that_lost_its_record_is_reported() {
     assert_eq!(problems(&site, &[mine]), ["tracking-lost"]);
     track("add");
     assert_eq!(problems(&site, &[mine]), ["tracking-lost"]);
+    let said = site.dsync(["status", "--check", mine]).code(1).text();
+    assert!(said.contains("was not synced since tracking began"), "{said}");
     site.sync(&path, &copy, &[]).ok();
     assert_eq!(problems(&site, &[mine]), none());
     // Its disk is gone from under the tracker; another state directory of the host does not know it as a source.

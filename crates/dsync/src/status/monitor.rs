@@ -291,6 +291,18 @@ fn of_source(source: &SourceStatus) -> Option<Problem> {
                 "source is not what it was: syncs of {path} are refused, as a replica may be the newest copy: {why}"
             ),
         ),
+        Some(_) if is_fresh(&source.path) => {
+            if source.replicas.is_empty() && source.checkpoints.is_empty() {
+                return None;
+            }
+            Problem::of(
+                "tracking-lost",
+                format!(
+                    "{path} was not synced since tracking began: changes since epoch {} are not known, and the next sync compares all of it",
+                    source.epoch.unwrap_or_default()
+                ),
+            )
+        }
         Some(why) => Problem::of(
             "tracking-lost",
             format!(
@@ -507,12 +519,23 @@ fn of_fetch(copy: &JobCopy, fetch: &Fetch, max_age: Option<Duration>) -> Option<
     Some(Problem { replica: Some(replica.clone()), ..Problem::of(word, message) })
 }
 
-/// Trackers of disks that are not sources yet: those of the others are judged with them.
+/// True if the tracking of the disk at `path` has begun, and no epoch has ended since.
+fn is_fresh(path: &Path) -> bool {
+    let tracker = trackers::find(path).ok().flatten();
+    tracker.is_some_and(|tracker| trackers::is_fresh(&*tracker).is_ok_and(|is_fresh| is_fresh))
+}
+
+/// Trackers of disks that are not sources yet: those of the others are judged with them. One whose tracking has just begun lacks nothing: its first
+/// sync reads all of it.
 fn of_trackers(sources: &[SourceStatus]) -> Result<Vec<Problem>> {
     let mut problems = Vec::new();
     for device in trackers::list()? {
         let is_source = sources.iter().any(|source| source.path == device);
-        let lost = if is_source { None } else { trackers::find(&device)?.map(|tracker| tracker.lost()) };
+        let lost = if is_source || is_fresh(&device) {
+            None
+        } else {
+            trackers::find(&device)?.map(|tracker| tracker.lost())
+        };
         if let Some(why) = lost.transpose()?.flatten() {
             let message = format!("tracking is lost: the tracker of {} says: {why}", device.display());
             problems.push(Problem { source: Some(device), ..Problem::of("tracker-lost", message) });

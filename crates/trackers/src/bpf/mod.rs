@@ -42,7 +42,7 @@ use extents::Bitmap;
 use rustix::fs::FlockOperation;
 use uuid::Uuid;
 
-use crate::tracker::taken;
+use crate::tracker::{BEGAN, taken};
 use crate::{TrackError, Tracker};
 use disk::BlockDevice;
 use notes::{Counts, Notes};
@@ -69,8 +69,6 @@ const LEFT_OUT: u32 = 0;
 /// What is missed where a link is left out.
 const SHRUNK_UNNOTICED: &str = "if it is made smaller or reset, and then as large as before, with no read or write in between, this is not \
                                 noticed: the kernel lets no BPF program see changes of sizes";
-
-const BEGAN: &str = "it was not tracked before";
 
 /// Where a device's tracker is pinned.
 fn folder(number: &str) -> PathBuf {

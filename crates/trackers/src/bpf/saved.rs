@@ -21,7 +21,8 @@ use uuid::Uuid;
 use super::content::{DiskContent, hash};
 use super::disk::BlockDevice;
 use super::notes::{Notes, SavedIn};
-use super::{BEGAN, BpfTracker, folder, load, sys};
+use super::{BpfTracker, folder, load, sys};
+use crate::tracker::BEGAN;
 use crate::{TrackError, Tracker};
 
 pub(super) const NAME: &str = "bpf-record";
