@@ -13,8 +13,8 @@ use crate::terms::units;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
 
-/// The advice of a message that something is in use.
-const ADVICE: &str = ": wait for it, as --wait does, or stop it";
+/// The advice at the end of a message that something is in use, before the other way out.
+const ADVICE: &str = ": wait for it, as --wait does, or ";
 
 /// Makes attempts until one ends in another way than that the source or the replica is in use, or for as long as the user
 /// has said. An attempt that is refused for this reason has changed nothing.
@@ -33,7 +33,7 @@ pub(crate) fn until_free<T>(
         };
         let Some(left) = limit.checked_sub(began.elapsed()).filter(|left| !left.is_zero()) else {
             let waited = units::seconds(limit.as_secs_f64());
-            let why = failure::text(&error).replace(ADVICE, ": wait longer, or stop it");
+            let why = failure::text(&error).replace(ADVICE, ": wait longer, or ");
             return Err(Failure::busy(format!("gave up after waiting {waited}: {why}")).into());
         };
         let why = failure::text(&error);
@@ -47,7 +47,8 @@ pub(crate) fn until_free<T>(
     }
 }
 
-/// What is said of a wait.
+/// What is said of a wait, for what alone: who waits needs no advice to do so.
 pub(crate) fn waiting(why: &str, left: Duration) -> String {
-    format!("waiting for up to {}: {}", units::seconds(left.as_secs_f64().round()), why.replace(ADVICE, ""))
+    let what = why.split_once(ADVICE).map_or(why, |(what, _)| what);
+    format!("waiting for up to {}: {what}", units::seconds(left.as_secs_f64().round()))
 }

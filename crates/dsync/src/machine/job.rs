@@ -143,7 +143,7 @@ impl Job {
             Some(socket) if !socket.as_deref().is_some_and(|socket| self.is_ours(socket)) => {
                 let whose = socket.map_or_else(String::new, |socket| format!(" (at {})", socket.display()));
                 Err(Failure::busy(format!(
-                    "another backup job of {} is running{whose}: wait for its end, or end it with \"virsh domjobabort {0}\"",
+                    "another backup job of {} is running{whose}: wait for it, as --wait does, or end it with \"virsh domjobabort {0}\"",
                     self.machine
                 )))
             }

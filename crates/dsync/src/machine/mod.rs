@@ -178,7 +178,9 @@ fn lock((name, group): (&str, &str), state: &StateDir) -> Result<FolderLock, Fai
     let taken = Dir::open(&place).and_then(|_| FolderLock::take(&place));
     let failed = |error| Failure::failed(format!("cannot lock {}: {error}", place.display()));
     taken.map_err(failed)?.map_err(|holder| {
-        Failure::busy(format!("{name} is synced or verified already, by {holder}: wait for its end"))
+        Failure::busy(format!(
+            "{name} is synced or verified already, by {holder}: wait for it, as --wait does, or stop it"
+        ))
     })
 }
 
