@@ -1058,6 +1058,23 @@ fn a_mirror_of_a_group_pauses_and_goes_on() {
     two.equal();
 }
 
+/// What was written before another command has ended an epoch is brought too.
+#[test]
+fn a_mirror_of_a_group_that_is_stopped_brings_what_others_have_synced() {
+    let mut two = Two::new("a stop after another sync");
+    let mirror = two.site.dsync(["mirror", "--group", "db", "--rpo", "60s"]).arg(&two.dir);
+    let mut mirror = mirror.start();
+    mirror.wait_to_say("mirroring group db");
+    two.change(0, 50);
+    let (image, other) = (two.images[0].clone(), two.site.path("other.raw"));
+    two.site.dsync(["sync"]).args([&image, &other]).ok();
+    mirror.signal(rustix::process::Signal::TERM);
+    let ended = mirror.output(Duration::from_secs(30));
+    assert!(ended.status.success(), "{ended}");
+    image::assert_equal(&image, &other);
+    two.equal();
+}
+
 #[test]
 fn a_mirror_of_what_is_not_served_is_refused() {
     let mut two = Two::new("a mirror of a group at rest");

@@ -131,6 +131,23 @@ fn a_mounted_disk_is_mirrored() {
     }
 }
 
+/// A line that is too slow for it is told.
+#[test]
+fn a_mirror_of_a_mounted_disk_that_falls_behind_is_a_problem() {
+    let what = "a mirror of a mounted disk that falls behind";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let copy = tracked.site.path("copy.raw");
+    let mirror = tracked.site.dsync(["mirror", "--rpo", "1s"]).arg(tracked.device()).arg(&copy);
+    let mut mirror = mirror.args(["--bwlimit", "300K"]).start();
+    mirror.wait_to_say("copy.raw");
+    std::fs::write(tracked.place.join("file"), Random::new(what).bytes(6 * MIB as usize)).expect("a file");
+    until("it is told", || {
+        let checked = tracked.site.dsync(["status", "--check"]).output();
+        checked.status.code() == Some(1) && checked.text().contains("is to keep it within 1.00 s (--rpo)")
+    });
+    mirror.kill();
+}
+
 /// Killed at any moment: in a pass, between two, under the freeze, in the commit. Nothing stays frozen, nothing is lost.
 #[test]
 fn a_sync_that_is_killed_leaves_a_disk_that_is_followed_and_thawed() {

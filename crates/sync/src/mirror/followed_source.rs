@@ -115,8 +115,8 @@ impl FollowedSource {
         self.stood = Duration::ZERO;
         let link = connect(&self.handle, mirror)?;
         let (traffic, way) = (link.traffic(), &mirror.options.sync.way);
-        let account = Account::begin(&self.handle, (mirror.destination, mirror.name), way, "mirror")
-            .within(mirror.options.batching.rpo);
+        let account = Account::begin(&self.handle, (mirror.destination, mirror.name), way, "mirror");
+        account.within(mirror.options.batching.rpo);
         let ended = self.converse_over(link, mirror, summary, &account);
         summary.bytes_sent += traffic.sent();
         account.mirrored(&ended, traffic.sent());

@@ -31,13 +31,13 @@ pub(super) struct Rounds<'a> {
 
 impl Rounds<'_> {
     /// Brings the replicas to one moment after the other, until stopped, paused or an error. There is no round while nothing is written, but now
-    /// and then.
+    /// and then, and at the end.
     pub(super) fn run(
         &self,
         session: &mut Session<'_>,
         mut done: impl FnMut(Round),
     ) -> Result<Ended, SyncError> {
-        // Also without a write now and then: another command may have ended an epoch.
+        session.within(self.rpo);
         let mut last: Option<Instant> = None;
         loop {
             // Asked first: what is written before the stop is in the last round.
@@ -47,7 +47,10 @@ impl Rounds<'_> {
             }
             let began = Instant::now();
             let changed = || self.turns.within(|| self.have_changed());
-            if last.is_none_or(|last| last.elapsed() >= self.rpo / 2) || changed()? {
+            let due = |last: Instant| last.elapsed() >= self.rpo / 2;
+            // Where another command has ended an epoch, what was written before that is in no record of the present one: so now and then, and
+            // at the end, it is not asked.
+            if stops || last.is_none_or(due) || changed()? {
                 done(session.round()?);
                 // As for batches: only the first round may be long.
                 self.disks.iter().for_each(|disk| disk.be_polite(false));

@@ -91,9 +91,8 @@ impl Account {
     }
 
     /// Notes how far a mirror may fall behind.
-    pub(crate) fn within(mut self, rpo: Duration) -> Account {
-        self.told.get_mut().unwrap_or_else(PoisonError::into_inner).work.rpo = Some(rpo.as_secs_f64());
-        self
+    pub(crate) fn within(&self, rpo: Duration) {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner).work.rpo = Some(rpo.as_secs_f64());
     }
 
     /// Counts nothing, for a dry run.

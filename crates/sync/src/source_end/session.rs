@@ -10,7 +10,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use delta::{Epoch, Method};
 use link::{Receiver, Sender};
@@ -147,6 +147,11 @@ impl<'a> Session<'a> {
         }
         let group = self.group.map(|group| group.name().to_owned());
         Ok(self.sender.send_json(OPEN, &Opening { group, members })?)
+    }
+
+    /// Notes how far a mirror may let the replicas fall behind.
+    pub(crate) fn within(&self, rpo: Duration) {
+        self.members.iter().for_each(|member| member.account.within(rpo));
     }
 
     /// Brings the replicas to one moment.
