@@ -121,7 +121,7 @@ impl SourceOptions {
     }
 
     /// Where the moment is that is to be read, if that is not the source's path.
-    pub(crate) fn elsewhere(&self) -> Option<&Path> {
+    pub fn elsewhere(&self) -> Option<&Path> {
         self.told.as_ref()?.place.as_deref()
     }
 

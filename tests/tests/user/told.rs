@@ -4,10 +4,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use dsync_tests::far::Far;
 use dsync_tests::guest::{self, Guest};
 use dsync_tests::image::{self, BLOCK, assert_equal, differing_blocks};
 use dsync_tests::mount::Loop;
-use dsync_tests::{Output, Random, Run, Site, need, need_root, skipped, until};
+use dsync_tests::{Output, Random, Run, Scene, Site, need, need_root, skipped, until};
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
@@ -142,6 +143,38 @@ fn a_list_of_changes_is_as_good_as_a_record() {
     let status = volume.status();
     assert_eq!((&status["moment"], &status["size"]), (&json!("s3"), &json!(16 * MIB)), "{status}");
     volume.site.dsync(["status", "--check"]).ok();
+}
+
+/// A file that is given for a moment again is what it was then.
+#[test]
+fn a_moment_that_was_written_to_is_another_one() {
+    let volume = Volume::synced("a moment that was written to", MIB);
+    let again = || volume.sync_to(&volume.replica, 0, &["--since", "s0"]);
+    again().ok();
+    let mut random = volume.random.clone();
+    image::scribble(volume.last(), 3 * BLOCK, BLOCK, &mut random);
+    let words = ["was written to or replaced since the moment \"s0\"", "a name of its own"];
+    refused(&volume, again(), &words);
+    refused(&volume, volume.verify(&["--repair"]), &words);
+}
+
+/// A replica is settled before it is read, also as the moment of another disk.
+#[test]
+fn a_replica_between_two_epochs_is_no_moment() {
+    let mut scene = Scene::synced("an incomplete replica as a moment", 32 * MIB);
+    let far = Far::new(RSH);
+    far.sync(&scene, &[], None).ok();
+    let (site, between) = (&far.site, far.replica());
+    let copy = site.path("copy.raw");
+    let moment = ["--as", "m", "--moment", between.to_str().expect("UTF-8")];
+    scene.change(1200);
+    let cut = far.sync(&scene, &["--commit", "in-place"], Some(2 * MIB)).output();
+    assert!(!cut.status.success(), "it was to be cut off");
+    site.sync(Path::new("/vol/db"), &copy, &moment).code(4).says(&["cut off between"]);
+    assert!(!copy.exists(), "something was copied");
+    far.sync(&scene, &[], None).ok();
+    site.sync(Path::new("/vol/db"), &copy, &moment).ok();
+    assert_equal(&scene.image, &copy);
 }
 
 #[test]

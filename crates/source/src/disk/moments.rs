@@ -104,8 +104,32 @@ struct Kept {
     name: Option<String>,
     /// It was not read at the source's path.
     elsewhere: bool,
+    /// The file in which it was read then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    file: Option<PlaceFile>,
     /// The list that led to it.
     list: Option<Taken>,
+}
+
+/// A file in which a moment was read. A device is another one each time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct PlaceFile {
+    path: PathBuf,
+    ino: u64,
+    mtime_ns: i64,
+}
+
+impl PlaceFile {
+    /// The file at a place, if it is one.
+    fn at(place: &Path) -> Option<PlaceFile> {
+        let identity = device::identity(place).ok().filter(|identity| !identity.is_block())?;
+        Some(PlaceFile { path: identity.path, ino: identity.ino, mtime_ns: identity.mtime_ns })
+    }
+
+    /// True if a file at this path was replaced or written to since.
+    fn was_before(&self, now: &PlaceFile) -> bool {
+        self.path == now.path && self != now
+    }
 }
 
 /// A list that was taken.
@@ -223,6 +247,7 @@ pub(crate) struct NewMoment {
     state: Arc<dyn Folder>,
     name: Option<String>,
     elsewhere: bool,
+    file: Option<PlaceFile>,
     list: Option<Taken>,
     /// Where what was written is recorded, until it is in an epoch.
     recorded: Option<Recorded>,
@@ -254,6 +279,11 @@ impl NewMoment {
         let kept = kept(&*state, last)?;
         let was = last.and_then(|last| history.size_at(&last)).unwrap_or(0);
         let is_last = told.is_of(kept.as_ref());
+        let file = told.place.as_deref().and_then(PlaceFile::at);
+        let before = kept.as_ref().filter(|_| is_last).and_then(|kept| kept.file.as_ref());
+        if before.zip(file.as_ref()).is_some_and(|(before, now)| before.was_before(now)) {
+            return Err(told.another(about));
+        }
         let since = match &told.changes {
             ToldChanges::Unknown => Err("no list says what was written since".into()),
             _ if is_last && was == size => Ok(Vec::new()),
@@ -278,7 +308,7 @@ impl NewMoment {
         };
         let (name, elsewhere) = (told.name.clone(), told.place.is_some());
         let recorded = told.recorded().cloned();
-        Ok(NewMoment { state, name, elsewhere, list, recorded, since, is_last, epoch: None })
+        Ok(NewMoment { state, name, elsewhere, file, list, recorded, since, is_last, epoch: None })
     }
 
     /// What is known of the disk, by what its record says.
@@ -307,7 +337,7 @@ impl NewMoment {
         let mut list = read_json::<Vec<Kept>>(&*self.state, NAME)?.unwrap_or_default();
         list.retain(|kept| kept.epoch != epoch);
         let (name, elsewhere) = (self.name.clone(), self.elsewhere);
-        list.push(Kept { epoch, name, elsewhere, list: self.list.clone() });
+        list.push(Kept { epoch, name, elsewhere, file: self.file.clone(), list: self.list.clone() });
         self.epoch = Some(epoch);
         write_json(&*self.state, NAME, &list)
     }
@@ -386,6 +416,15 @@ impl Told {
             about.path.display(),
             device::exact_size(was),
             device::exact_size(is)
+        ))
+    }
+
+    fn another(&self, about: &SourceMetadata) -> SourceError {
+        SourceError::Refused(format!(
+            "{} was written to or replaced since the moment \"{}\" of {} was read there, so it is another one: give each moment a name of its own",
+            self.place.as_deref().unwrap_or(Path::new("")).display(),
+            self.name.as_deref().unwrap_or_default(),
+            about.path.display()
         ))
     }
 

@@ -9,18 +9,24 @@ use crate::roles::ended::demoted_disks;
 use crate::roles::{SeenReplica, look_at, refuse_demoted, refuse_unfinished};
 use crate::site::Site;
 
-/// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first.
+/// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first. So is one that is read
+/// as the moment of another disk.
 pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
     let path = path_of(state, what)?;
     let seen = ready(state, &path)?;
+    let place = options.elsewhere();
+    let there = place.map(|place| settled(state, place, look_at(place, state)?)).transpose()?;
     // A replica is read as the disk that it is.
     let own = seen.iter().find(|seen| seen.path == path).map(|seen| seen.lineage.format);
     let format = options.format.or(own.filter(|format| !format.is_raw()));
     let handle = unshrunk(state.attach(what, &SourceOptions { format, ..options.clone() })?)?;
     // It was not held before.
-    if look_at(&path, state)? != seen {
-        let holder = "a sync to it has begun".into();
-        return Err(SourceError::Busy { path, holder }.into());
+    let as_seen = [(Some(&*path), Some(&seen)), (place, there.as_ref())];
+    for (path, seen) in as_seen.into_iter().filter_map(|(path, seen)| path.zip(seen)) {
+        if look_at(path, state)? != *seen {
+            let (path, holder) = (path.to_path_buf(), "a sync to it has begun".into());
+            return Err(SourceError::Busy { path, holder }.into());
+        }
     }
     let passes_on = seen.first().filter(|seen| seen.is_replica());
     passes_on.map_or(Ok(()), |seen| handle.passes_on(&seen.lineage.role.lives))?;
