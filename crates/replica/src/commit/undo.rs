@@ -360,8 +360,7 @@ impl Replica {
         let ahead = self.options().source_time.map_or(0, |there| now.saturating_sub(there.now()));
         keep.spans.iter_mut().for_each(|span| span.seconds = span.seconds.saturating_add(ahead));
         let keep = &keep;
-        let returned = self.settings().map_or(&[][..], |settings| &settings.returned);
-        Ageing { folder: self.state(), keep, present, now, returned, common: self.common_states() }.run()
+        Ageing { folder: self.state(), keep, present, now, common: self.common_states() }.run()
     }
 
     /// What it was at the common commits of its group, in order, and when those were; of no group, nothing.
@@ -369,11 +368,10 @@ impl Replica {
         let Some(group) = &self.lineage().group else { return Vec::new() };
         let past = self.destination().group(group).and_then(|folder| PastCommits::load(&*folder));
         let source = self.lineage().source;
-        let of_this = |(intent, time): (&Intent, u64)| {
+        let of_this = |intent: &Intent| {
             let member = intent.members.values().find(|member| Some(member.source) == source)?;
-            Some((time, member.state?))
+            Some((intent.time, member.state?))
         };
-        let past = past.unwrap_or_default();
-        past.intents.iter().zip(past.times(self.now())).filter_map(of_this).collect()
+        past.unwrap_or_default().intents.iter().filter_map(of_this).collect()
     }
 }

@@ -26,9 +26,6 @@ use crate::state::lineage::{Lineage, State, StepKind, Unsure};
 use crate::state::locate::{inspect, state_folder};
 use crate::state::options::ReplicaOptions;
 
-/// The most rewinds whose times are kept.
-const RETURNED: usize = 256;
-
 /// How often a destination that is written to is looked at again, and how soon.
 const LOOKS: u32 = 20;
 const LOOK_EVERY: Duration = Duration::from_millis(10);
@@ -213,15 +210,7 @@ impl Replica {
     /// Writes down when it came to the moment first: that is still the age of what it holds then.
     fn note_rewind(&mut self, moment: &Moment) -> Result<()> {
         let Some(settings) = self.settings() else { return Ok(()) };
-        let there = self.history()?.moments;
-        let is_there = |state: &Uuid| there.iter().any(|moment| moment.state == *state);
-        let mut returned = settings.returned.clone();
-        let present = self.lineage().nonce;
-        returned.retain(|(state, _)| *state != moment.state && (*state == present || is_there(state)));
-        returned.truncate(RETURNED - 1);
-        returned.insert(0, (moment.state, self.now()));
-        let rewound = Some((moment.state, moment.at));
-        let settings = PastSettings { rewound, returned, ..settings.clone() };
+        let settings = PastSettings { rewound: Some((moment.state, moment.at)), ..settings.clone() };
         settings.store(self.state())?;
         self.set_settings(Some(settings));
         Ok(())

@@ -72,21 +72,6 @@ impl PastCommits {
         Ok(())
     }
 
-    /// The times since when the replicas were at them, by the order in which they were made: the clock may have been set back. One to which
-    /// they were brought back is as late as those between.
-    pub(crate) fn times(&self, now: u64) -> Vec<u64> {
-        let since = |(number, intent): (usize, &Intent)| {
-            let first = self.intents.iter().position(|other| other.cut == intent.cut).unwrap_or(number);
-            self.intents[first..=number].iter().map(|intent| intent.time).max().unwrap_or(intent.time)
-        };
-        let mut times: Vec<u64> = self.intents.iter().enumerate().map(since).collect();
-        times.iter_mut().rev().fold(now, |latest, time| {
-            *time = latest.min(*time);
-            *time
-        });
-        times
-    }
-
     /// True if it is time to look which of the commits can still be reached.
     pub(crate) fn is_long(&self) -> bool {
         !self.intents.is_empty() && self.intents.len() % LOOK_AFTER == 0
@@ -127,21 +112,6 @@ mod tests {
     fn intent(number: u64) -> Intent {
         let cut = Epoch { number, id: Uuid::from_u128(number.into()) };
         Intent { time: number, ..Intent::new("db", cut, Default::default()) }
-    }
-
-    #[test]
-    fn the_order_counts_and_not_the_clock() {
-        for (cuts, now, times) in [
-            (&[(1, 10), (2, 20), (3, 30)][..], 40, [10, 20, 30]),
-            // They were brought back to the first.
-            (&[(1, 10), (3, 30), (1, 10)], 40, [10, 30, 30]),
-            // The clock was set back.
-            (&[(1, 90), (2, 99), (3, 30)], 40, [30, 30, 30]),
-        ] {
-            let intents = cuts.iter().map(|(number, time)| Intent { time: *time, ..intent(*number) });
-            let past = PastCommits { intents: intents.collect(), end: 0 };
-            assert_eq!(past.times(now), times, "{cuts:?}");
-        }
     }
 
     #[test]

@@ -23,8 +23,9 @@
 //! Moments are epochs, not batches: where the replica keeps one moment of each period (`--keep 24h/10m`), it says so with its status, and
 //! the mirror ends an epoch in each such period in which something changed.
 //!
-//! At the end of a commit the past is aged (`Ageing::run`). A state counts as of when the replica was last at it, in the order of the way
-//! back: a moment that a rewind went back to is as late as that, and the clock may have been set back. What leads nowhere is removed, and
+//! At the end of a commit the past is aged (`Ageing::run`). A state has the time at which the replica came to it first; where a
+//! rewind or a wrong clock has left times that do not rise on the way, nothing goes that one reading of them keeps (`kept`). What leads nowhere is
+//! removed, and
 //! what the rules do not keep (`keep.rs`) is removed at the end of the past, or folded into its neighbour by the same combination. A
 //! commit folds one run of at most 32 undo deltas, so its work is bounded; the next commits do the rest. The oldest moments go if all
 //! take more than `--keep-bytes`, or if there is no room for an undo delta or the journal; if there is still none, the commit goes on
@@ -218,24 +219,18 @@ impl Past {
         self.undos.retain(|undo| undo.name != name);
     }
 
-    /// The states in the order in which the replica was last at them, with the times since when. That is the order on the way back, as
-    /// the clock may have been set back meanwhile; `returned` says when it was brought back to a state.
-    fn in_order(&self, now: u64, returned: &[(Uuid, u64)]) -> Vec<(u64, &Undo)> {
-        let since = |undo: &Undo| {
-            let back = returned.iter().filter(|(state, _)| *state == undo.to).map(|(_, at)| *at);
-            back.chain([undo.at]).max().unwrap_or(undo.at)
-        };
+    /// The states on the way back, the first that is reached last: their order, whatever the clock said.
+    fn in_order(&self) -> Vec<&Undo> {
         let onward = |state| {
             let mut onward: Vec<&Undo> = self.leads_on(state).collect();
-            onward.sort_by_key(|undo| since(undo));
+            onward.sort_by_key(|undo| undo.at);
             onward
         };
         let mut left = self.undos.first().map_or(Vec::new(), |first| onward(first.from));
-        let (mut order, mut latest) = (Vec::new(), now);
+        let mut order = Vec::new();
         while let Some(undo) = left.pop() {
             left.extend(onward(undo.to));
-            latest = latest.min(since(undo));
-            order.push((latest, undo));
+            order.push(undo);
         }
         order.reverse();
         order
@@ -243,22 +238,14 @@ impl Past {
 
     /// What is to be thinned out: states that are not kept, whose undo deltas are to be removed; and the first run of those
     /// through which others are reached, whose undo deltas are to become one.
-    fn thin(
-        &self,
-        keep: &Keep,
-        now: u64,
-        returned: &[(Uuid, u64)],
-        common: &[(u64, Uuid)],
-    ) -> (Vec<String>, Vec<Undo>) {
-        let mut order = self.in_order(now, returned);
-        order.retain(|(_, undo)| undo.kind != UndoKind::Via);
-        let times: Vec<u64> = order.iter().map(|(since, _)| *since).chain([now]).collect();
-        let kept = keep.kept(&times);
-        let times: Vec<u64> = common.iter().map(|(time, _)| *time).chain([now]).collect();
-        let kept_by_all = keep.kept(&times);
+    fn thin(&self, keep: &Keep, now: u64, common: &[(u64, Uuid)]) -> (Vec<String>, Vec<Undo>) {
+        let mut order = self.in_order();
+        order.retain(|undo| undo.kind != UndoKind::Via);
+        let kept = kept(keep, &order.iter().map(|undo| undo.at).collect::<Vec<_>>(), now);
+        let kept_by_all = self::kept(keep, &common.iter().map(|(time, _)| *time).collect::<Vec<_>>(), now);
         let is_kept = |undo: &Undo| match common.iter().any(|(_, state)| *state == undo.to) {
             true => common.iter().zip(&kept_by_all).any(|((_, state), kept)| *kept && *state == undo.to),
-            false => order.iter().zip(&kept).any(|((_, other), kept)| *kept && other.to == undo.to),
+            false => order.iter().zip(&kept).any(|(other, kept)| *kept && other.to == undo.to),
         };
         let mut thinned = Past { undos: self.undos.clone(), rest: Vec::new() };
         let mut removed = Vec::new();
@@ -279,6 +266,39 @@ impl Past {
     }
 }
 
+/// Which states are kept, by their times, in the order of the way back. A clock that was wrong for a while, and a rewind, leave times that do not
+/// rise along it: what is kept by the times as they are, by those that are no later than what follows, or by those that are no earlier than what
+/// went before, is kept. A time that is still to come counts as that of what follows.
+fn kept(keep: &Keep, order: &[u64], now: u64) -> Vec<bool> {
+    let mut flags = vec![false; order.len()];
+    // The last of them are those that come last on the way.
+    let by_time = Keep { last: 0, ..keep.clone() };
+    let mut keep_by = |(keep, places): (&Keep, Vec<(u64, usize)>)| {
+        let times: Vec<u64> = places.iter().map(|(time, _)| *time).chain([now]).collect();
+        for ((_, place), kept) in places.iter().zip(keep.kept(&times)) {
+            flags[*place] |= kept;
+        }
+    };
+    let all = || order.iter().copied().zip(0..);
+    let past = || all().filter(|(time, _)| *time <= now);
+    let mut as_they_are: Vec<_> = past().collect();
+    as_they_are.sort_unstable();
+    let mut latest = now;
+    let mut down: Vec<_> = all().collect();
+    down.iter_mut().rev().for_each(|(time, _)| {
+        latest = latest.min(*time);
+        *time = latest;
+    });
+    let mut earliest = 0;
+    let mut up: Vec<_> = past().collect();
+    up.iter_mut().for_each(|(time, _)| {
+        earliest = earliest.max(*time);
+        *time = earliest;
+    });
+    [(keep, down), (&by_time, as_they_are), (&by_time, up)].into_iter().for_each(&mut keep_by);
+    flags
+}
+
 /// What the settings file says.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct PastSettings {
@@ -286,9 +306,6 @@ pub(crate) struct PastSettings {
     pub keep: Keep,
     /// A state to which the replica was rewound, and when it had come to it first.
     pub rewound: Option<(Uuid, u64)>,
-    /// States to which it was rewound, and when that was, in seconds since 1970: what it was then is as late as that.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub returned: Vec<(Uuid, u64)>,
     /// When what was kept last was given up, in seconds since 1970, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub given_up: Option<GivenUpPast>,
@@ -464,8 +481,6 @@ pub(crate) struct Ageing<'a> {
     /// The present state, and the time by now in seconds since 1970.
     pub present: Uuid,
     pub now: u64,
-    /// States to which it was brought back, and when.
-    pub returned: &'a [(Uuid, u64)],
     /// States at common commits of its group, in order, and when those were: which of them are kept is one answer for all replicas of
     /// the group.
     pub common: Vec<(u64, Uuid)>,
@@ -478,7 +493,7 @@ impl Ageing<'_> {
         let Ageing { folder, keep, .. } = *self;
         let failed = |e| io_error("age the past in", folder.path())(e);
         let mut past = Past::load(folder, self.present).map_err(failed)?;
-        let (removed, run) = past.thin(keep, self.now, self.returned, &self.common);
+        let (removed, run) = past.thin(keep, self.now, &self.common);
         let unfinished = [GROWING.into(), device::reserved(SETTINGS)];
         for name in past.rest.iter().chain(&removed).chain(&unfinished) {
             folder.remove(name).map_err(failed)?;
@@ -609,20 +624,13 @@ mod tests {
     use super::*;
 
     /// The states that are kept, of these undo deltas: from one state to another, and when the replica came to that first.
-    fn kept(
-        undos: &[(u128, u128, u64)],
-        keep: &str,
-        last: u64,
-        now: u64,
-        returned: &[(u128, u64)],
-    ) -> Vec<u128> {
+    fn kept(undos: &[(u128, u128, u64)], keep: &str, last: u64, now: u64) -> Vec<u128> {
         let state = Uuid::from_u128;
         let all =
             undos.iter().map(|(from, to, at)| Undo::new(*at, state(*from), state(*to), UndoKind::Epoch));
         let past = Past { undos: all.collect(), rest: Vec::new() };
-        let returned: Vec<_> = returned.iter().map(|(to, at)| (state(*to), *at)).collect();
         let keep = Keep { last, ..keep.parse().unwrap() };
-        let (removed, _) = past.thin(&keep, now, &returned, &[]);
+        let (removed, _) = past.thin(&keep, now, &[]);
         let kept = past.undos.iter().filter(|undo| !removed.contains(&undo.name));
         kept.map(|undo| undo.to.as_u128()).collect()
     }
@@ -630,23 +638,36 @@ mod tests {
     #[test]
     fn a_state_that_was_left_last_is_the_latest() {
         let straight = [(4, 3, 30), (3, 2, 20), (2, 1, 10)];
-        assert_eq!(kept(&straight, "none", 2, 40, &[]), [3, 2]);
-        // From 5 it was brought back to 2, and has gone on from there.
+        assert_eq!(kept(&straight, "none", 2, 40), [3, 2]);
+        assert_eq!(kept(&straight, "15s", 0, 40), [3, 2]);
+        // From 5 it was brought back to 2, and has gone on from there: 2 was left last, and 5 has its time.
         let back = [(6, 2, 20), (2, 5, 50), (2, 1, 10), (5, 4, 40), (4, 3, 30)];
-        for returned in [&[][..], &[(2, 60)]] {
-            assert_eq!(kept(&back, "none", 1, 70, returned), [2]);
-            assert_eq!(kept(&back, "none", 3, 70, returned), [2, 5, 4]);
-        }
-        // It was there until now, and at 5 until it was brought back.
-        assert_eq!(kept(&back, "8s", 0, 70, &[(2, 60)]), [2]);
-        assert_eq!(kept(&back, "10s", 0, 70, &[(2, 60)]), [2, 5]);
+        assert_eq!(kept(&back, "none", 1, 70), [2]);
+        assert_eq!(kept(&back, "none", 3, 70), [2, 5, 4]);
+        assert_eq!(kept(&back, "10s", 0, 70), [2, 5]);
+        assert_eq!(kept(&back, "25s", 0, 70), [2, 5, 4]);
+        // It was brought back to 2, and forth again.
+        let forth = [(7, 5, 50), (5, 4, 40), (5, 2, 20), (4, 3, 30), (2, 1, 10)];
+        assert_eq!(kept(&forth, "1h/10s", 0, 70), [5, 4, 2, 3, 1]);
     }
 
     #[test]
-    fn a_clock_that_is_set_back_drops_nothing_new() {
+    fn a_clock_that_was_wrong_drops_nothing_new() {
         let undos = [(9, 8, 12), (8, 7, 11), (7, 6, 1001), (6, 5, 1000)];
-        assert_eq!(kept(&undos, "none", 2, 13, &[]), [8, 7]);
-        assert_eq!(kept(&undos, "1h/2s", 0, 13, &[]), [8, 7]);
-        assert_eq!(kept(&undos, "20s", 0, 40, &[]), [8]);
+        assert_eq!(kept(&undos, "none", 2, 13), [8, 7]);
+        assert_eq!(kept(&undos, "1h/2s", 0, 13), [8, 7]);
+        assert_eq!(kept(&undos, "20s", 0, 40), [8]);
+        // It was set back for one commit, of which the time is 10.
+        let back = [(9, 8, 1030), (8, 7, 10), (7, 6, 1020), (6, 5, 1010)];
+        assert_eq!(kept(&back, "1h", 0, 1040), [8, 7, 6, 5]);
+        assert_eq!(kept(&back, "1h/5s", 0, 1040), [8, 7, 6, 5]);
+        assert_eq!(kept(&back, "15s", 0, 1040), [8, 7, 6]);
+        // It was ahead for one, of which the time is 1028.
+        let ahead = [(9, 8, 1025), (8, 7, 1023), (7, 6, 1028), (6, 5, 1010)];
+        assert_eq!(kept(&ahead, "1h/5s", 0, 1040), [8, 7, 6, 5]);
+        // Nothing is kept without end.
+        let later: Vec<_> = [(11, 10, 9000), (10, 9, 5000)].into_iter().chain(ahead).collect();
+        assert_eq!(kept(&later, "1h", 0, 10_000), [10, 9]);
+        assert_eq!(kept(&[(9, 8, 1025), (8, 7, 1 << 40)], "1h", 0, 1_000_000), [8]);
     }
 }
