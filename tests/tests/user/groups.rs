@@ -553,6 +553,43 @@ fn a_new_member_is_copied_and_joins() {
 }
 
 /// The moments from before a disk joined are there for those that had a part in them.
+/// A repair of one replica, of damage or of nothing, costs the group no moment.
+#[test]
+fn a_repair_of_a_member_costs_no_common_moment() {
+    let mut two = Two::on_disk("a repair of a member");
+    two.sync(&["--keep", "24h"]).ok();
+    two.change(0, 5);
+    two.sync(&[]).ok();
+    let were = two.replicas().each_ref().map(|replica| std::fs::read(replica).expect("a replica"));
+    let dir = two.dir();
+    for damaged in [false, true] {
+        let [replica, _] = two.replicas();
+        if damaged {
+            // As a disk does it, of which no time tells.
+            let time = replica.metadata().and_then(|file| file.modified()).expect("a time");
+            image::scribble(&replica, 0, BLOCK, &mut two.random);
+            let file = std::fs::OpenOptions::new().write(true).open(&replica).expect("a replica");
+            file.set_modified(time).expect("a time");
+        }
+        two.site.dsync(["verify", "--repair"]).args([&two.images[0], &replica]).output();
+        two.command(&["rewind", "--group", &dir, "--to", "1"]).ok();
+        two.command(&["rewind", "--group", &dir, "--to", "2"]).ok();
+        let is = two.replicas().each_ref().map(|replica| std::fs::read(replica).expect("a replica"));
+        assert!(is == were, "damaged: {damaged}");
+    }
+    two.change(0, 5);
+    two.sync(&[]).ok();
+    two.change(1, 5);
+    two.sync(&[]).ok();
+    shows(
+        &two.command(&["rewind", "--group", &dir]).ok(),
+        &["common epoch 3", "common epoch 2", "common epoch 1"],
+    );
+    two.command(&["rewind", "--group", &dir, "--to", "2"]).ok();
+    let is = two.replicas().each_ref().map(|replica| std::fs::read(replica).expect("a replica"));
+    assert!(is == were, "after two more syncs");
+}
+
 #[test]
 fn a_group_goes_back_to_before_a_disk_joined() {
     let mut two = Two::new("a moment from before a disk joined");

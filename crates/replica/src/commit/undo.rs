@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use delta::{Encoder, Frame, Header, Method, Record};
+use delta::{Encoder, Epoch, Frame, Header, Method, Record};
 use uuid::Uuid;
 
 use crate::commit::holes::Holes;
@@ -370,8 +370,22 @@ impl Replica {
         let source = self.lineage().source;
         let of_this = |intent: &Intent| {
             let member = intent.members.values().find(|member| Some(member.source) == source)?;
-            Some((intent.time, member.state?))
+            Some((intent.time, member.state?, member.epoch))
         };
-        past.unwrap_or_default().intents.iter().filter_map(of_this).collect()
+        let common: Vec<_> = past.unwrap_or_default().intents.iter().filter_map(of_this).collect();
+        let present = self.lineage().nonce;
+        let there = Past::load(self.state(), present).unwrap_or_default();
+        let is_there =
+            |state: Uuid| there.undos.iter().any(|undo| undo.to == state && undo.kind != UndoKind::Via);
+        // A repair gives a state another name, and leaves its epoch.
+        let moments = match common.iter().all(|(_, state, _)| is_there(*state)) {
+            true => Vec::new(),
+            false => past::moments(self.state(), present).unwrap_or_default(),
+        };
+        let named = |(time, state, epoch): (u64, Uuid, Epoch)| {
+            let renamed = moments.iter().find(|moment| moment.epoch == epoch && !moment.ahead);
+            (time, renamed.filter(|_| !is_there(state)).map_or(state, |moment| moment.state))
+        };
+        common.into_iter().map(named).collect()
     }
 }

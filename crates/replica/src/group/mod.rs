@@ -25,7 +25,7 @@ use crate::commit::receive::Committed;
 use crate::error::{ReplicaError, Result, io_error};
 use crate::journal::{self, ARRIVING, seal};
 use crate::past::commits::PastCommits;
-use crate::past::{Past, UndoKind};
+use crate::past::moments;
 use crate::replica::{PreparedCommit, Replica};
 use crate::state::intent::{Intent, Member, ReplicaMembership};
 use crate::state::lineage::{Lineage, StepKind, Toward};
@@ -435,25 +435,22 @@ impl Group {
 }
 
 /// True if all replicas that had a part in it can still be brought to what they were there. Each has the states that it reaches.
-fn is_reached(intent: &Intent, reached: &[(Option<Uuid>, Vec<Uuid>)]) -> bool {
+fn is_reached(intent: &Intent, reached: &[(Option<Uuid>, Vec<(Uuid, Option<Epoch>)>)]) -> bool {
     let of = |source: &Option<Uuid>| intent.members.values().find(|member| Some(member.source) == *source);
     let mut had_part = reached.iter().filter_map(|(source, states)| Some((of(source)?, states))).peekable();
     had_part.peek().is_some()
-        && had_part.all(|(member, states)| member.state.is_some_and(|state| states.contains(&state)))
+        && had_part.all(|(member, states)| {
+            states.iter().any(|(state, epoch)| Some(*state) == member.state || *epoch == Some(member.epoch))
+        })
 }
 
 impl Replica {
-    /// The states that it can be brought to, the present one among them.
-    fn reached(&self) -> std::io::Result<Vec<Uuid>> {
-        let present = self.lineage().nonce;
-        let past = Past::load(self.state(), present)?;
-        Ok(past
-            .undos
-            .iter()
-            .filter(|undo| undo.kind != UndoKind::Via)
-            .map(|undo| undo.to)
-            .chain([present])
-            .collect())
+    /// The states that it can be brought to, the present one among them, each with the epoch that it is.
+    fn reached(&self) -> std::io::Result<Vec<(Uuid, Option<Epoch>)>> {
+        let present = (self.lineage().nonce, self.lineage().epoch.filter(|_| !self.lineage().is_ahead()));
+        let moments = moments(self.state(), present.0)?.into_iter();
+        let moments = moments.map(|moment| (moment.state, Some(moment.epoch).filter(|_| !moment.ahead)));
+        Ok(moments.chain([present]).collect())
     }
 
     /// Joins the group for which it was opened: from here on its journal is committed with those of the others only.

@@ -270,12 +270,17 @@ pub fn past_of(
     // Those that are not there may be able to go back to the last one, too.
     let last = Some(&intent).filter(|_| !apart.is_empty());
     for intent in last.into_iter().chain(past.intents.iter().rev()) {
-        let moment = GroupMoment::of(intent);
+        let mut moment = GroupMoment::of(intent);
+        // What cannot be reached has no state.
+        for (source, history) in &histories {
+            let member = moment.members.iter_mut().find(|member| Some(member.source) == *source);
+            member.into_iter().for_each(|member| member.state = history.state_of(member));
+        }
+        let moment = moment;
         // Who has joined since stays as it is.
         let joined = |source: Option<Uuid>| moment.member(source).is_none();
-        let is_reached = histories
-            .iter()
-            .all(|(source, history)| joined(*source) || reaches(history, moment.member(*source)));
+        let reaches = |source: &Option<Uuid>| moment.member(*source).is_none_or(|at| at.state.is_some());
+        let is_reached = histories.iter().all(|(source, _)| reaches(source));
         let since = members.iter().filter(|(_, lineage)| joined(lineage.source));
         let without: Vec<PathBuf> = since.map(|(path, _)| path.clone()).collect();
         let is_present = moment.epoch == present.epoch && (apart.is_empty() || !without.is_empty());
@@ -305,10 +310,4 @@ pub fn past_of(
         members: members.into_iter().map(|(path, _)| path).collect(),
         moments,
     })
-}
-
-/// True if a replica with this past can be brought to what it was.
-fn reaches(history: &ReplicaPast, member: Option<&Member>) -> bool {
-    let Some(state) = member.and_then(|member| member.state) else { return false };
-    history.state == state || history.moments.iter().any(|moment| moment.state == state)
 }

@@ -21,6 +21,7 @@ use crate::known::verdict::Verdict;
 use crate::past::present::{Shown, Watched};
 use crate::past::{self, Moment, Past, PastSettings};
 use crate::replica::Replica;
+use crate::state::intent::Member;
 use crate::state::keep::Keep;
 use crate::state::lineage::{Lineage, State, StepKind, Unsure};
 use crate::state::locate::{inspect, state_folder};
@@ -45,6 +46,18 @@ pub struct ReplicaPast {
     pub keep: Keep,
     /// The moments that the replica can be brought to, the latest first.
     pub moments: Vec<Moment>,
+}
+
+impl ReplicaPast {
+    /// The state by which it can be brought to what it was at a common commit; `None` if it cannot. A repair gives the state another name, and leaves
+    /// its epoch.
+    pub(crate) fn state_of(&self, member: &Member) -> Option<Uuid> {
+        let moments = self.moments.iter().map(|moment| (moment.state, Some(moment.epoch), moment.ahead));
+        let all = || std::iter::once((self.state, self.epoch, self.ahead)).chain(moments.clone());
+        let named = all().find(|(state, ..)| Some(*state) == member.state);
+        let same = || all().find(|(_, epoch, ahead)| *epoch == Some(member.epoch) && !ahead);
+        member.state.and(named.or_else(same)).map(|(state, ..)| state)
+    }
 }
 
 /// The past of the replica at `path`. Takes no lock and changes nothing.
