@@ -131,6 +131,27 @@ fn a_mounted_disk_is_mirrored() {
     }
 }
 
+/// A replica that was interrupted in a pass has parts of an epoch that nobody else has, and no state of its own by that.
+#[test]
+fn a_replica_with_an_interrupted_pass_follows_another_that_was_promoted() {
+    let what = "an interrupted pass to a replica that is taken over";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, far) = (&tracked.site, Site::new());
+    let (heir, other) = (site.path("heir.raw"), far.path("other.raw"));
+    let to_other = |source: &Path| {
+        let run = site.dsync(["sync", "--rsh", RSH]).arg(source).arg(format!("far:{}", other.display()));
+        run.env("RSH_STATE", far.state())
+    };
+    to_other(tracked.device()).ok();
+    site.sync(tracked.device(), &heir, &[]).ok();
+    std::fs::write(tracked.place.join("file"), Random::new(what).bytes(12 * MIB as usize)).expect("a file");
+    let cut = to_other(tracked.device()).env("RSH_CUT", (6 * MIB).to_string()).output();
+    assert!(!cut.status.success(), "it was to be cut off");
+    site.dsync(["promote", "--force"]).arg(&heir).ok();
+    to_other(&heir).ok();
+    image::assert_equal(&heir, &other);
+}
+
 /// A line that is too slow for it is told.
 #[test]
 fn a_mirror_of_a_mounted_disk_that_falls_behind_is_a_problem() {

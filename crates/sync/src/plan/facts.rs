@@ -28,6 +28,10 @@ pub(crate) fn facts<'a>(
     let left_off = status.replica.toward.filter(|_| status.replica.resumes.is_none());
     let unknown =
         left_off.filter(|epoch| handle.reaches(&[KnownPosition { epoch: *epoch, upto: 0 }]).is_err());
+    let is_past = |epoch| {
+        let known = handle.reaches(&[KnownPosition { epoch, upto: 0 }]);
+        matches!(branch, Branch::Same | Branch::Behind) && !matches!(known, Err(SourceError::Foreign(_)))
+    };
     let knowledge = match asked.map(|positions| handle.reaches(&positions)) {
         // Another content is one for each of its replicas, also where nothing tells how old that is.
         None => {
@@ -47,6 +51,11 @@ pub(crate) fn facts<'a>(
             ))),
         },
         Some(Err(SourceError::Lost { why, .. })) => Knowledge::Lost(why),
+        // What it has committed is of this source's past: only what was received since is of another branch, and no state of anything.
+        Some(Err(SourceError::Foreign(_))) if status.replica.epoch.is_some_and(is_past) => {
+            let why = "a transfer to it was interrupted, of an epoch that this source does not have";
+            Knowledge::Lost(Gap::Told(why.into()))
+        }
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
         Some(Err(other)) => return Err(other.into()),
     };
