@@ -208,6 +208,8 @@ pub(crate) enum Command {
         dsync sync --group db backup:/srv/db\n  \
         dsync track add --with dm --meta /dev/sdc1 /dev/sdb\n      \
         as /dev/mapper/sdb-tracked\n\n\
+        'dsync track remove' keeps what was recorded if nobody uses the disk: what is written to it afterwards \
+        is in no record.\n\n\
         To keep the record across reboots (not for the disk of the root file system):\n  \
         systemctl enable --now \"dsync-track@$(systemd-escape -p /dev/sdb).service\"\n\n\
         The service runs 'dsync track save' after the last file system on it is unmounted, and 'dsync track \

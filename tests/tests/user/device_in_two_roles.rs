@@ -194,3 +194,44 @@ fn a_write_beside_the_server_is_counted() {
 fn forget(disk: &Disk, device: &PathBuf) {
     disk.site.dsync(["forget", "--replica"]).arg(device).ok();
 }
+
+/// What its tracker has recorded stays where nobody uses the disk as that ends: the source at rest goes on from there.
+#[test]
+fn what_was_recorded_in_the_kernel_outlives_its_tracker() {
+    let what = "the record of a tracker that is removed";
+    let Some(disk) = Disk::new(what) else { return };
+    let (device, copy) = (disk.path().to_path_buf(), disk.site.path("copy.raw"));
+    let track = |action: &str| disk.site.dsync(["track", action]).arg(&device).output();
+    let added = track("add");
+    if !got(if added.status.success() { Ok(()) } else { Err(added.stderr) }, what) {
+        return;
+    }
+    let _untrack = Untrack(&disk.site, &device);
+    disk.site.sync(&device, &copy, &[]).ok();
+    let content = Random::new(what).bytes(64 << 10);
+    let write = |at: u64| {
+        let file = std::fs::OpenOptions::new().write(true).open(&device).expect("a disk");
+        std::os::unix::fs::FileExt::write_all_at(&file, &content, at).expect("a write");
+        file.sync_all().expect("a flush");
+        file
+    };
+    drop(write(MIB));
+    // Not while another command is at work with it.
+    let mut mirror = disk.site.dsync(["mirror"]).args([&device, &disk.site.path("other.raw")]).start();
+    mirror.wait_to_say("other.raw");
+    assert_eq!(track("remove").status.code(), Some(6));
+    mirror.kill();
+    let removed = track("remove");
+    assert!(removed.status.success() && removed.text().contains("what was recorded is kept"), "{removed}");
+    let synced = disk.site.sync(&device, &copy, TRUST).ok().summary();
+    assert_eq!((&synced["method"], &synced["blocks_changed"]), (&"tracked".into(), &16.into()), "{synced}");
+    assert!(std::fs::read(&device).expect("a disk") == std::fs::read(&copy).expect("a disk"), "they differ");
+    // Nor of a disk that somebody uses.
+    assert!(track("add").status.success());
+    disk.site.sync(&device, &copy, &[]).ok();
+    let held = write(2 * MIB);
+    let removed = track("remove");
+    assert!(removed.text().contains("its record is discarded"), "{removed}");
+    drop(held);
+    assert_ne!(disk.sync(&copy), "\"tracked\"");
+}

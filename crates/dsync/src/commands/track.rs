@@ -1,16 +1,18 @@
 //! `dsync track`: trackers of live disks, and images that are tracked by clones.
 
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
+use ::device::WriteWatch;
 use anyhow::Result;
 use serde::Serialize;
-use source::{Live, StateDir};
+use source::{AtRest, Live, Recorded, SourceMetadata, SourceOptions, StateDir, Told, ToldChanges};
 use trackers::bpf::{self, Restored};
 use trackers::{TrackError, Tracker, dm};
 
 use crate::args::{Track, TrackAction, With};
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::output::Output;
 use crate::terms::units;
 
@@ -197,14 +199,7 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             output.more("the record is lost at the next reboot unless dsync-track@.service saves it");
             say(device, &*tracker, output)
         }
-        TrackAction::Remove { device } => {
-            discard_saved(device, state)?;
-            if !bpf::remove(device)? && !dm::remove(device)? {
-                return Err(not_tracked(device).into());
-            }
-            output.say(&format!("{} is no longer tracked; its record is discarded", device.display()));
-            Ok(())
-        }
+        TrackAction::Remove { device } => remove(device, state, output),
         TrackAction::Save { device } => {
             bpf::save(device, &folder(device, state)?)?;
             output.say(&format!(
@@ -225,6 +220,60 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// Ends the tracking of a device.
+fn remove(device: &Path, state: &StateDir, output: &Output) -> Result<()> {
+    discard_saved(device, state)?;
+    let about = state.source(&device.to_string_lossy())?.map(|(_, about)| about);
+    let watch = about.as_ref().map(|about| WriteWatch::begin(&about.identity));
+    // Whoever is at work with the tracker would fail.
+    let recorded = about.as_ref().map(|about| Recorded::begin(&about.path)).transpose()?.flatten();
+    // That of a target goes on as no disk.
+    let recorded = recorded.filter(|recorded| recorded.kind() == "bpf");
+    let kept = about.zip(recorded).zip(watch);
+    let kept = kept.map(|((about, recorded), watch)| keep_record(&about, (recorded, watch), state));
+    if !bpf::remove(device)? && !dm::remove(device)? {
+        return Err(not_tracked(device).into());
+    }
+    let shown = device.display();
+    output.say(&match kept {
+        None => format!("{shown} is no longer tracked"),
+        Some(Ok(())) => format!(
+            "{shown} is no longer tracked; what was recorded is kept, and counts as long as nobody writes to it (--trust-device)"
+        ),
+        Some(Err(why)) => {
+            format!("{shown} is no longer tracked, and its record is discarded: {}", failure::text(&why))
+        }
+    });
+    Ok(())
+}
+
+/// Ends an epoch of a disk that nobody uses with what was recorded of it, from which it goes on as a source at rest.
+/// `watch` began before the record was ended.
+fn keep_record(
+    about: &SourceMetadata,
+    (recorded, watch): (Recorded, io::Result<WriteWatch>),
+    state: &StateDir,
+) -> Result<()> {
+    if let Some(who) = ::device::opened_for_writing(&about.path) {
+        return Err(Failure::busy(format!("{} is in use ({who})", about.path.display())).into());
+    }
+    let path = about.path.to_string_lossy();
+    let place = state.source(&path)?.map(|(place, _)| ::device::Dir::existing(&place)).transpose()?;
+    let member = place.map(|place| source::SourceMembership::read(&place)).transpose()?.flatten();
+    let (changes, group) = (ToldChanges::Recorded(recorded), member.map(|member| member.name));
+    let told = Some(Told { changes, group, ..Told::default() });
+    let options = SourceOptions { told, at_rest: AtRest::Needed, ..SourceOptions::default() };
+    let handle = sync::attach(state, &path, &options)?;
+    let kept = match handle.lost()? {
+        Some(why) => Err(Failure::failed(why.to_string()).into()),
+        // What is written from here on is counted from a moment before it.
+        None if !watch?.is_still() => Err(Failure::failed("it was written to meanwhile").into()),
+        None => handle.view(false).map(drop).map_err(Into::into),
+    };
+    handle.close()?;
+    kept
 }
 
 /// What was saved at the end of an earlier boot is not believed any more. One that this boot has saved is the tracker's to remove.

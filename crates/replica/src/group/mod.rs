@@ -434,8 +434,11 @@ impl Group {
     }
 }
 
+/// States of a replica, each with the epoch that it is, if it is one.
+type ReachedStates = Vec<(Uuid, Option<Epoch>)>;
+
 /// True if all replicas that had a part in it can still be brought to what they were there. Each has the states that it reaches.
-fn is_reached(intent: &Intent, reached: &[(Option<Uuid>, Vec<(Uuid, Option<Epoch>)>)]) -> bool {
+fn is_reached(intent: &Intent, reached: &[(Option<Uuid>, ReachedStates)]) -> bool {
     let of = |source: &Option<Uuid>| intent.members.values().find(|member| Some(member.source) == *source);
     let mut had_part = reached.iter().filter_map(|(source, states)| Some((of(source)?, states))).peekable();
     had_part.peek().is_some()
@@ -446,7 +449,7 @@ fn is_reached(intent: &Intent, reached: &[(Option<Uuid>, Vec<(Uuid, Option<Epoch
 
 impl Replica {
     /// The states that it can be brought to, the present one among them, each with the epoch that it is.
-    fn reached(&self) -> std::io::Result<Vec<(Uuid, Option<Epoch>)>> {
+    fn reached(&self) -> std::io::Result<ReachedStates> {
         let present = (self.lineage().nonce, self.lineage().epoch.filter(|_| !self.lineage().is_ahead()));
         let moments = moments(self.state(), present.0)?.into_iter();
         let moments = moments.map(|moment| (moment.state, Some(moment.epoch).filter(|_| !moment.ahead)));

@@ -9,7 +9,9 @@ use crate::conflict::Conflict;
 use crate::error::SyncError;
 use crate::options::{SyncOptions, Way};
 use crate::plan::primary::two_sources;
-use crate::plan::{Choice, Knowledge, LiveDisk, MomentChanges, SourceFacts, SourceMoment, positions};
+use crate::plan::{
+    Choice, INTERRUPTED, Knowledge, LiveDisk, MomentChanges, SourceFacts, SourceMoment, positions,
+};
 use crate::wire::messages::StatusReply;
 
 /// What the source knows before a checkpoint. `name` is how the user named the replica.
@@ -53,8 +55,7 @@ pub(crate) fn facts<'a>(
         Some(Err(SourceError::Lost { why, .. })) => Knowledge::Lost(why),
         // What it has committed is of this source's past: only what was received since is of another branch, and no state of anything.
         Some(Err(SourceError::Foreign(_))) if status.replica.epoch.is_some_and(is_past) => {
-            let why = "a transfer to it was interrupted, of an epoch that this source does not have";
-            Knowledge::Lost(Gap::Told(why.into()))
+            Knowledge::Lost(Gap::Told(INTERRUPTED.into()))
         }
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
         Some(Err(other)) => return Err(other.into()),

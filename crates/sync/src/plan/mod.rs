@@ -174,8 +174,7 @@ pub(crate) fn choose(
                 .iter()
                 .any(|part| Some(part.epoch) != replica.epoch && shared(facts, &part.epoch)) =>
         {
-            "a transfer to it was interrupted, and another replica of its source was promoted since"
-                .to_owned()
+            INTERRUPTED.to_owned()
         }
         Some(positions) => match &facts.history {
             Knowledge::Known => return Ok(Choice::tracked(positions)),
@@ -190,6 +189,10 @@ pub(crate) fn choose(
         _ => Ok(Choice::compare(&why)),
     }
 }
+
+/// Why parts of a replica may be of no epoch that this source knows.
+pub(crate) const INTERRUPTED: &str =
+    "a transfer to it was interrupted, and another replica of its source was promoted since";
 
 /// Why the parts of a replica count as of no epoch.
 fn unplaced(replica: &replica::Status, adopt: bool) -> &'static str {

@@ -423,7 +423,7 @@ fn unsaveable(handle: &Handle, why: &str) -> SyncError {
     // Its user may know better.
     let trust = match about.identity.is_block() {
         true => format!(
-            "if nothing else wrote to it since it was served, run \"dsync demote --trust-device {path}\" there, and the sync again; otherwise "
+            "if nothing else wrote to it since it was served or tracked, run \"dsync demote --trust-device {path}\" there, and the sync again; otherwise "
         ),
         false => String::new(),
     };
@@ -453,8 +453,8 @@ pub(crate) fn refuse_in_use(handle: &Handle) -> Result<(), SyncError> {
             format!("{path} is being served: stop its server first, so that nothing writes to it any more")
         }
         (false, Some(_)) => format!(
-            "{path} is tracked in the kernel, and may be written to: unmount it, sync it a last time, and stop tracking it with \
-             \"dsync track remove {path}\""
+            "{path} is tracked in the kernel, and may be written to: unmount it, and stop tracking it with \"dsync track remove {path}\", which \
+             keeps what was recorded; for a planned switch, sync it a last time in between"
         ),
         (false, None) => return Ok(()),
     };
