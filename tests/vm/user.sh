@@ -80,7 +80,7 @@ user() {
     waits test -s /tmp/m/chain.db
     last=0
     for round in $(seq $LIVES); do
-        synced "$kind: under load" $disk $copy --freeze require --freeze-limit 30s
+        synced "$kind: under load" $disk $copy --freeze require --freeze-limit 30
         is "$kind: known" "$(value method)" tracked
         whole "$kind, under load"
         rows=$(python3 /tmp/files/chain.py check /tmp/look/chain.db) || not_ok "$kind: the database is whole"
@@ -130,13 +130,13 @@ frozen_to_death() {
     kind=$1
     dd if=/dev/urandom of=/tmp/m/fourth bs=4k count=5 2>/dev/null
     slow 4000
-    dsync sync $disk $copy --freeze-limit 60s >/tmp/sync.out 2>&1 &
+    dsync sync $disk $copy --freeze-limit 60 >/tmp/sync.out 2>&1 &
     pid=$!
     check "$kind: it comes to a freeze" comes_to_freeze $pid
     kill -9 $pid
     wait $pid
     check "$kind: killed, it leaves nothing frozen" writes
-    dsync sync $disk $copy --freeze-limit 1s >/tmp/sync.out 2>&1 && not_ok "$kind: a freeze that is too long" ||
+    dsync sync $disk $copy --freeze-limit 1 >/tmp/sync.out 2>&1 && not_ok "$kind: a freeze that is too long" ||
         check "$kind: a freeze that is too long ends, and proves nothing" grep -q "longer than its limit" /tmp/sync.out
     check "$kind: and leaves nothing frozen" writes
     slow 0

@@ -1274,7 +1274,7 @@ pub(crate) struct StatusArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub max_age: Option<Duration>,
     /// Print problems and the table every TIME until interrupted, cut to the screen [2s without a value]
-    #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, default_missing_value = "2s",
+    #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, default_missing_value = "2",
           value_parser = units::parse_period, conflicts_with_all = ["check", "prometheus", "json", "quiet"])]
     pub watch: Option<Duration>,
     /// Print metrics for the textfile collector of node_exporter

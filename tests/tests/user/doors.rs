@@ -112,7 +112,7 @@ fn a_peer_freezes_a_disk_for_a_tenth_of_the_time() {
     trust(&near, HOST, &tracked.site, &[]);
     trust(&tracked.site, "vault", &near, &["--for", "serve"]);
     let source = offering.source(device.to_str().expect("a name"));
-    let pull = || near.dsync(["sync", "--freeze-limit", "60s"]).arg(&source).arg(near.path("copy.raw"));
+    let pull = || near.dsync(["sync", "--freeze-limit", "60"]).arg(&source).arg(near.path("copy.raw"));
     let Some(stalled) = StalledWrite::new(&tracked.place.join("stalled"), what) else { return };
     let pulling = pull().start();
     let process = Path::new("/proc").join(offering.process.pid().as_raw_nonzero().to_string());

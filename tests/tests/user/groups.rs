@@ -1078,7 +1078,7 @@ fn a_mirror_of_a_group_pauses_and_goes_on() {
     };
     job("00:00-12:00=pause,12:00-24:00=pause");
     let mut mirror = two.site.dsync(["run", "db"]).start();
-    let mut watch = two.site.dsync(["status", "--watch=1s"]).start();
+    let mut watch = two.site.dsync(["status", "--watch=1"]).start();
     watch.wait_to_say("paused by --bwlimit");
     watch.kill();
     two.site.dsync(["recover"]).arg(&two.replicas()[0]).ok();

@@ -251,7 +251,7 @@ fn the_state_may_be_on_the_disk_that_is_frozen() {
     let (place, site, copy) = (&tracked.place, &tracked.site, tracked.site.path("copy.raw"));
     let (state, stop) = (tracked.place.join("state"), site.path("stop"));
     let sync = || {
-        let options = ["--freeze", "require", "--freeze-limit", "5s"];
+        let options = ["--freeze", "require", "--freeze-limit", "5"];
         site.sync(tracked.device(), &copy, &options).env("DSYNC_STATE_DIR", &state)
     };
     // An earlier sync may have to be finished.
@@ -373,7 +373,7 @@ fn a_freeze_that_takes_too_long_ends_the_sync() {
     let what = "a freeze beyond its limit";
     let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
     let (site, copy) = (&tracked.site, tracked.site.path("copy.raw"));
-    let sync = || site.sync(tracked.device(), &copy, &["--freeze-limit", "1s"]);
+    let sync = || site.sync(tracked.device(), &copy, &["--freeze-limit", "1"]);
     sync().ok();
     let before = image::fingerprint(&copy);
     std::fs::write(tracked.place.join("file"), [7; 8192]).expect("a write");
@@ -651,7 +651,7 @@ fn two_mounted_disks_are_cut_at_one_moment() {
     std::fs::create_dir(&dir).expect("a folder");
     // However slow the disk is.
     let sync = |options: &[&str]| {
-        site.dsync(["sync", "--group", "db", "--json", "--freeze-limit", "300s"]).arg(&dir).args(options)
+        site.dsync(["sync", "--group", "db", "--json", "--freeze-limit", "300"]).arg(&dir).args(options)
     };
     let files = [&tracked.place, &second].map(|place| {
         let file = std::fs::File::create(place.join("number")).expect("a file");

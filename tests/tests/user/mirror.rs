@@ -301,7 +301,7 @@ fn a_far_side_that_hangs_is_behind_in_status() {
     let behind = words[3].split(',').next().expect("a time");
     let seconds = behind.strip_suffix(" s").and_then(|number| number.parse::<u64>().ok());
     assert!(words[2] == "stale" && seconds.is_some_and(|seconds| seconds >= 3), "{shown}");
-    let mut watch = scene.site.dsync(["status", "--watch=1s"]).start();
+    let mut watch = scene.site.dsync(["status", "--watch=1"]).start();
     watch.wait_to_say("behind, and its mirror is to keep it within 1.00 s");
     watch.wait_to_say("\n! vm ");
     let _ = kill_process(far_side, Signal::CONT);
@@ -395,7 +395,7 @@ fn both_ends_of_a_silent_line_let_go() {
     client.close().expect("the end");
     let syncing = Partition::new(&scene, &far);
     let mut running =
-        syncing.run(&["sync", "--json", "--timeout", "2s", "--bwlimit", "1M"], &far.replica()).start();
+        syncing.run(&["sync", "--json", "--timeout", "2", "--bwlimit", "1M"], &far.replica()).start();
     running.wait_to_say("bytes_done");
     syncing.silence();
     let status = running.wait_for(Duration::from_secs(30)).expect("an end");

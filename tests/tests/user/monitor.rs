@@ -941,7 +941,7 @@ fn a_watch_fits_its_terminal_and_never_scrolls() {
         std::fs::create_dir_all(copy.parent().unwrap()).expect("a folder");
         scene.site.sync(&scene.image, &copy, &[]).ok();
     }
-    let shown = on_terminal(&scene.site, (10, 60), "status --watch=1s");
+    let shown = on_terminal(&scene.site, (10, 60), "status --watch=1");
     let screens: Vec<&str> = shown.split("\x1b[H").skip(1).collect();
     assert!(screens.len() >= 2, "{shown:?}");
     for screen in &screens[..screens.len() - 1] {
@@ -961,13 +961,13 @@ fn a_watch_shows_problems_first_and_what_is_at_work() {
     scene.change(1500);
     std::thread::sleep(Duration::from_millis(2100));
     let mut slow = scene.sync(&["--bwlimit", "256K"]).start();
-    let mut watch = scene.site.dsync(["status", "--watch=1s", "--max-age", "1s"]).start();
+    let mut watch = scene.site.dsync(["status", "--watch=1", "--max-age", "1s"]).start();
     watch.wait_to_say("! replica is out of date: ");
     watch.wait_to_say("! vm    replica  stale");
     let said = watch.stdout_so_far();
     assert!(said.find("! replica is").unwrap() < said.find("NAME").unwrap(), "{said}");
     assert!(!said.contains('\x1b'), "it is not a terminal");
-    let mut calm = scene.site.dsync(["status", "--watch=1s"]).start();
+    let mut calm = scene.site.dsync(["status", "--watch=1"]).start();
     calm.wait_to_say("  sync ");
     calm.wait_to_say("KiB/s  ");
     // What is killed is not at work.

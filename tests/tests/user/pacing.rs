@@ -142,7 +142,7 @@ fn a_mirror_that_begins_in_a_pause_says_so_and_a_hang_up_ends_nothing() {
     let mirror = scene.site.dsync(["mirror", "vm"]).arg(&scene.replica);
     let mut mirror = mirror.args(["--bwlimit", &limit]).env("TZ", "UTC").start();
     wait_to_warn(&mut mirror, "--bwlimit: paused now, until ");
-    let mut watch = scene.site.dsync(["status", "--watch=1s"]).start();
+    let mut watch = scene.site.dsync(["status", "--watch=1"]).start();
     watch.wait_to_say("paused by --bwlimit");
     watch.kill();
     mirror.signal(Signal::HUP);

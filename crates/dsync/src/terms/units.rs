@@ -69,15 +69,15 @@ pub(crate) fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
     Ok(offset..end)
 }
 
-/// Reads `30ms`, `1.5s`, `2m`, `1h`, `7d` or `4w`. A number alone could be of seconds, minutes or hours.
+/// Reads `30ms`, `1.5s`, `2m`, `1h`, `7d` or `4w`; a number alone is one of seconds.
 pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     let text = text.trim();
-    let wrong = || "use a form like 30ms, 5s, 2m, 1h or 7d, with a unit".to_owned();
+    let wrong = || "use a form like 30ms, 10, 5s, 2m, 1h or 7d".to_owned();
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let number: f64 = text[..split].parse().map_err(|_| wrong())?;
     let scale = match text[split..].trim() {
         "ms" => 1e-3,
-        "s" => 1.0,
+        "" | "s" => 1.0,
         "m" | "min" => 60.0,
         "h" => 3600.0,
         "d" => 86_400.0,
@@ -268,11 +268,11 @@ mod tests {
     }
 
     #[test]
-    fn a_timeout_is_a_time_with_a_unit() {
-        for (text, seconds) in [("1s", 1), ("30s", 30), ("2m", 120), ("1h", 3600)] {
+    fn a_timeout_is_a_time_or_seconds() {
+        for (text, seconds) in [("30", 30), ("30s", 30), ("2m", 120), ("1h", 3600), ("1", 1)] {
             assert_eq!(parse_timeout(text), Ok(Duration::from_secs(seconds)), "{text}");
         }
-        for text in ["", "0", "30", "999ms", "3601s", "2h", "-1", "thirty", "30x", "99999999999999999999"] {
+        for text in ["", "0", "999ms", "3601", "2h", "-1", "thirty", "30x", "99999999999999999999"] {
             assert!(parse_timeout(text).is_err(), "{text}");
         }
     }
@@ -332,11 +332,10 @@ mod tests {
     #[test]
     fn times_have_one_form_and_numbers_a_range() {
         for (text, seconds) in
-            [("10s", 10.0), ("1.5m", 90.0), ("1h", 3600.0), ("7d", 604_800.0), ("30ms", 0.03)]
+            [("10", 10.0), ("10s", 10.0), ("1.5m", 90.0), ("1h", 3600.0), ("7d", 604_800.0), ("30ms", 0.03)]
         {
             assert_eq!(parse_time(text), Ok(Duration::from_secs_f64(seconds)), "{text}");
         }
-        assert!(parse_time("25").unwrap_err().contains("with a unit"));
         assert_eq!(parse_period("0").unwrap_err(), "give a time from 1s to 1h, such as 30s");
         assert_eq!(parse_timeout("x"), parse_period("x"));
         for zero in ["0", "0s", "0m"] {
