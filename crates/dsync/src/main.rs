@@ -137,9 +137,9 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Receive(_) | Command::Send(_) => Some(""),
         // It has no other end.
         Command::Status(ref args) if args.watch.is_some() => Some(""),
-        Command::Sync(_) | Command::Merge(_) => {
-            Some("interrupted: run the same command again; a copy or a tracked sync goes on where it was, a comparison begins anew")
-        }
+        Command::Sync(_) | Command::Merge(_) => Some(
+            "interrupted: run the same command again; a copy or a tracked sync goes on where it was, a comparison begins anew",
+        ),
         _ => Some("interrupted"),
     };
     if let Some(message) = interrupted {

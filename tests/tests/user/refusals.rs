@@ -951,7 +951,6 @@ fn a_value_that_cannot_be_read_is_named_once() {
         &["mirror", "--rpo=x", "a", "b"],
         &["mirror", "--rpo=99999999999999999999", "a", "b"],
         &["status", "--watch=0s"],
-        &["status", "--check", "--max-age", "25"],
         &["status", "--watch=x"],
         &["status", "--check", "--max-age=x"],
         &["status", ""],
