@@ -348,7 +348,8 @@ impl SourceStatus {
         let mut first_copies = Tally::all(place);
         first_copies.retain(|tally| tally.is_first_copy() && bookmarks.named(&tally.replica).is_none());
         let group = GroupInfo::of_source(&folder, history.last())?;
-        let asked = moment.is_some() || group.as_ref().is_some_and(|group| group.machine.is_some());
+        let told = moment.as_ref().is_some_and(|moment| moment.elsewhere || moment.name.is_some());
+        let asked = told || group.as_ref().is_some_and(|group| group.machine.is_some());
         let is_image = !about.identity.is_block() && !source::was_served(place);
         let is_untracked = served.is_none() && (asked || is_image);
         Ok(SourceStatus {
