@@ -91,13 +91,14 @@ impl ReplicaEnd<'_> {
                 }
                 group.counts();
             }
+            let stays = plan.stays || opened.group.is_some();
             match self.carry_out(open, replica, plan)? {
                 Step::Prepared(covers) => covered[at] = covers,
                 Step::Goes => {}
                 Step::Done => return Ok(None),
-                Step::Committed if open.verify => return self.last_word(None, Some(replica)),
-                // The other end may go on, or says goodbye when it has recorded that.
-                Step::Committed => say_status(self.sender, replica, open.commit)?,
+                Step::Committed if stays => say_status(self.sender, replica, open.commit)?,
+                // The other end says goodbye when it has recorded that.
+                Step::Committed => return self.last_word(None, open.verify.then_some(replica)),
             }
         }
     }

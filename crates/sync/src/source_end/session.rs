@@ -48,6 +48,8 @@ pub(crate) struct Session<'a> {
     unheard: Vec<usize>,
     /// What the opening has cost; `None` after the first round.
     opening: Option<Spent>,
+    /// One round follows the other.
+    stays: bool,
 }
 
 /// A disk and its replica.
@@ -133,8 +135,18 @@ impl<'a> Session<'a> {
         let opening = Some(Spent { began: Instant::now(), before: (0, 0) });
         let unheard: Vec<usize> = (0..members.len()).collect();
         let statuses = unheard.iter().map(|_| StatusReply::of(replica::Status::nothing())).collect();
-        let session =
-            Session { sender, receiver, group, destination, options, members, statuses, unheard, opening };
+        let session = Session {
+            sender,
+            receiver,
+            group,
+            destination,
+            options,
+            members,
+            statuses,
+            unheard,
+            opening,
+            stays: false,
+        };
         session.open().inspect_err(|error| session.failed(error))?;
         Ok(session)
     }
@@ -149,8 +161,9 @@ impl<'a> Session<'a> {
         Ok(self.sender.send_json(OPEN, &Opening { group, members })?)
     }
 
-    /// Notes how far a mirror may let the replicas fall behind.
-    pub(crate) fn within(&self, rpo: Duration) {
+    /// Makes it that of a mirror, of which one round follows the other, and that may let the replicas fall so far behind.
+    pub(crate) fn mirrors(&mut self, rpo: Duration) {
+        self.stays = true;
         self.members.iter().for_each(|member| member.account.within(rpo));
     }
 
@@ -251,7 +264,7 @@ impl<'a> Session<'a> {
         Ok(round)
     }
 
-    /// Brings a replica up to date by itself. It says where it is then, unless it was there already.
+    /// Brings a replica up to date by itself. Where something follows, it says where it is then, unless it was there already.
     fn bring_alone(&mut self, at: usize, choice: Choice) -> Result<Summary, SyncError> {
         let (planned, committed) = self.commit_alone(at, choice)?;
         let sent = committed.is_some();
@@ -412,6 +425,7 @@ impl<'a> Session<'a> {
             in_place: self.statuses[at].in_place,
             member: (at, prepare),
             resends: self.group.is_none(),
+            stays: self.stays,
         }
     }
 

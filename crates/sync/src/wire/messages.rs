@@ -304,6 +304,9 @@ pub(crate) struct Plan {
     pub give_up: Option<Apart>,
     /// The delta may be answered with a new Status: it was counted, as there was no room for it, and is to be sent once more.
     pub resends: bool,
+    /// The source stays when the delta is committed: after Committed comes a new Status, and another plan. In a group that is always so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stays: bool,
 }
 
 /// Since when a destination goes its own way.
