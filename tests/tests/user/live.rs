@@ -152,6 +152,32 @@ fn a_replica_with_an_interrupted_pass_follows_another_that_was_promoted() {
     image::assert_equal(&heir, &other);
 }
 
+/// Each round finds the replica as every sync does, also where nothing is to be sent.
+#[test]
+fn a_mirror_of_an_idle_disk_notices_what_becomes_of_its_replica() {
+    let what = "a replica of an idle disk that others write to";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, far) = (&tracked.site, Site::new());
+    let copy = far.path("copy.raw");
+    for others in ["write", "remove"] {
+        let mirror = site.dsync(["mirror", "--rpo", "1s", "--adopt=overwrite", "--rsh", RSH]);
+        let mirror = mirror.arg(tracked.device()).arg(format!("far:{}", copy.display()));
+        let mut mirror = mirror.env("RSH_STATE", far.state()).start();
+        mirror.wait_to_say("copy.raw");
+        std::thread::sleep(Duration::from_secs(1));
+        if others == "remove" {
+            std::fs::remove_file(&copy).expect("a replica");
+            until("it is missed", || mirror.stderr_so_far().contains("is missing"));
+            mirror.kill();
+            continue;
+        }
+        image::scribble(&copy, 8 * MIB, MIB, &mut Random::new(what));
+        until("it ends", || mirror.ended().is_some());
+        let output = mirror.output(Duration::from_secs(10));
+        assert_eq!(output.status.code(), Some(4), "{output}");
+    }
+}
+
 /// A line that is too slow for it is told.
 #[test]
 fn a_mirror_of_a_mounted_disk_that_falls_behind_is_a_problem() {

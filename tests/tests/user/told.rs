@@ -156,6 +156,11 @@ fn a_moment_that_was_written_to_is_another_one() {
     let words = ["was written to or replaced since the moment \"s0\"", "a name of its own"];
     refused(&volume, again(), &words);
     refused(&volume, volume.verify(&["--repair"]), &words);
+    // Nor is another file, wherever it is.
+    let other = volume.site.path("other.snap");
+    image::copy(volume.last(), &other);
+    let run = volume.site.sync(&volume.name, &volume.replica, &["--as", "s0", "--since", "s0"]);
+    refused(&volume, run.arg("--moment").arg(&other), &["is another one"]);
 }
 
 /// A replica is settled before it is read, also as the moment of another disk.

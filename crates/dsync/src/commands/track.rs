@@ -238,7 +238,7 @@ fn remove(device: &Path, state: &StateDir, output: &Output) -> Result<()> {
     }
     let shown = device.display();
     output.say(&match kept {
-        None => format!("{shown} is no longer tracked"),
+        None => format!("{shown} is no longer tracked; its record is discarded"),
         Some(Ok(())) => format!(
             "{shown} is no longer tracked; what was recorded is kept, and counts as long as nobody writes to it (--trust-device)"
         ),

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::message::{FRAMING, MAX_BODY, MAX_HEAD};
 
 /// The version of the link and of all messages.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 pub(super) const MAGIC: [u8; 8] = *b"\x93dsync\r\n";
 /// Bytes of a hello.

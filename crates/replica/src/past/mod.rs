@@ -268,7 +268,7 @@ impl Past {
 
 /// Which states are kept, by their times, in the order of the way back. A clock that was wrong for a while, and a rewind, leave times that do not
 /// rise along it: what is kept by the times as they are, by those that are no later than what follows, or by those that are no earlier than what
-/// went before, is kept. A time that is still to come counts as that of what follows.
+/// went before, is kept. Times that are still to come count from what follows, with what is between them.
 fn kept(keep: &Keep, order: &[u64], now: u64) -> Vec<bool> {
     let mut flags = vec![false; order.len()];
     // The last of them are those that come last on the way.
@@ -283,10 +283,12 @@ fn kept(keep: &Keep, order: &[u64], now: u64) -> Vec<bool> {
     let past = || all().filter(|(time, _)| *time <= now);
     let mut as_they_are: Vec<_> = past().collect();
     as_they_are.sort_unstable();
-    let mut latest = now;
+    let (mut latest, mut ahead) = (now, 0);
     let mut down: Vec<_> = all().collect();
     down.iter_mut().rev().for_each(|(time, _)| {
-        latest = latest.min(*time);
+        // Those that were ahead together keep the time between them.
+        ahead = time.checked_sub(latest).filter(|by| *by > 0).map_or(0, |by| by.max(ahead));
+        latest = latest.min(time.saturating_sub(ahead));
         *time = latest;
     });
     let mut earliest = 0;
@@ -665,6 +667,9 @@ mod tests {
         // It was ahead for one, of which the time is 1028.
         let ahead = [(9, 8, 1025), (8, 7, 1023), (7, 6, 1028), (6, 5, 1010)];
         assert_eq!(kept(&ahead, "1h/5s", 0, 1040), [8, 7, 6, 5]);
+        // It was ahead by two hours until now, for seven of them.
+        let rtc: Vec<_> = (1..=7).map(|n: u128| (n + 1, n, 7200 + 600 * n as u64)).rev().collect();
+        assert_eq!(kept(&rtc, "24h/10m", 0, 4300), [7, 6, 5, 4, 3, 2, 1]);
         // Nothing is kept without end.
         let later: Vec<_> = [(11, 10, 9000), (10, 9, 5000)].into_iter().chain(ahead).collect();
         assert_eq!(kept(&later, "1h", 0, 10_000), [10, 9]);

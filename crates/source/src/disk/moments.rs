@@ -111,10 +111,9 @@ struct Kept {
     list: Option<Taken>,
 }
 
-/// A file in which a moment was read. A device is another one each time.
+/// A file in which a moment was read, wherever its file system was mounted. A device is another one each time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct PlaceFile {
-    path: PathBuf,
     ino: u64,
     mtime_ns: i64,
 }
@@ -123,12 +122,7 @@ impl PlaceFile {
     /// The file at a place, if it is one.
     fn at(place: &Path) -> Option<PlaceFile> {
         let identity = device::identity(place).ok().filter(|identity| !identity.is_block())?;
-        Some(PlaceFile { path: identity.path, ino: identity.ino, mtime_ns: identity.mtime_ns })
-    }
-
-    /// True if a file at this path was replaced or written to since.
-    fn was_before(&self, now: &PlaceFile) -> bool {
-        self.path == now.path && self != now
+        Some(PlaceFile { ino: identity.ino, mtime_ns: identity.mtime_ns })
     }
 }
 
@@ -281,7 +275,7 @@ impl NewMoment {
         let is_last = told.is_of(kept.as_ref());
         let file = told.place.as_deref().and_then(PlaceFile::at);
         let before = kept.as_ref().filter(|_| is_last).and_then(|kept| kept.file.as_ref());
-        if before.zip(file.as_ref()).is_some_and(|(before, now)| before.was_before(now)) {
+        if before.zip(file.as_ref()).is_some_and(|(before, now)| before != now) {
             return Err(told.another(about));
         }
         let since = match &told.changes {

@@ -37,7 +37,7 @@ impl Rounds<'_> {
         session: &mut Session<'_>,
         mut done: impl FnMut(Round),
     ) -> Result<Ended, SyncError> {
-        session.mirrors(self.rpo);
+        session.within(self.rpo);
         let mut last: Option<Instant> = None;
         loop {
             // Asked first: what is written before the stop is in the last round.

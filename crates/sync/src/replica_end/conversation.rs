@@ -23,8 +23,8 @@ use crate::site::{Site, list};
 use crate::transfer::compared::while_linked;
 use crate::wire::digests::ReplicaDigests;
 use crate::wire::messages::{
-    Apart, COMMIT_GROUP, COMMITTED, CommitReply, FAILED, Failed, GROUP_COMMITTED, Moments, Open, Opening,
-    PLAN, PREPARED, Plan, RESULT, StatusReply, VERDICT, VerifyFinding, nonsense, of_digest_report,
+    Apart, COMMIT_GROUP, COMMITTED, CommitReply, FAILED, Failed, GROUP_COMMITTED, Moments, OPEN, Open,
+    Opening, PLAN, PREPARED, Plan, RESULT, StatusReply, VERDICT, VerifyFinding, nonsense, of_digest_report,
     of_sum_report, to_unit, unexpected,
 };
 
@@ -43,26 +43,38 @@ pub(crate) struct ReplicaEnd<'a> {
 
 impl ReplicaEnd<'_> {
     /// The conversation, from the statuses of what is requested to the source's goodbye. What the source reported, if it did.
-    pub(crate) fn converse(&self, asked: &Opening, opener: Opener<'_>) -> Result<Option<Message>, SyncError> {
+    pub(crate) fn converse(
+        &self,
+        mut asked: Opening,
+        opener: Opener<'_>,
+    ) -> Result<Option<Message>, SyncError> {
         let known = self.site.and_then(Site::known);
-        let mut opened = opener(asked)?;
+        let mut opened = opener(&asked)?;
         for replica in opened.members.iter().filter_map(Opened::replica) {
             if replica.status().source.is_some() {
                 list(replica, known.as_ref());
             }
         }
-        let mut covered = self.say_all(asked, &mut opened.members)?;
+        let mut covered = self.say_all(&asked, &mut opened.members)?;
         loop {
             let plan: Plan = match self.receiver.recv()? {
                 Some(message) if message.kind == PLAN => message.json()?,
                 Some(message) if message.kind == COMMIT_GROUP => {
-                    self.commit_group(asked, &mut opened, message.json()?, &covered)?;
-                    covered = self.say_all(asked, &mut opened.members)?;
+                    self.commit_group(&asked, &mut opened, message.json()?, &covered)?;
+                    covered = self.say_all(&asked, &mut opened.members)?;
+                    continue;
+                }
+                // Whatever has become of them since, it is found as by every opening.
+                Some(message) if message.kind == OPEN => {
+                    asked.withdraw(Opening::of(&message)?);
+                    drop(opened);
+                    opened = opener(&asked)?;
+                    covered = self.say_all(&asked, &mut opened.members)?;
                     continue;
                 }
                 // Nothing more is to be done: up to date, or a dry run.
                 end @ (None | Some(Message { kind: RESULT, .. })) => {
-                    self.apply(asked, &mut opened.members)?;
+                    self.apply(&asked, &mut opened.members)?;
                     return end.map_or(Ok(None), |message| self.last_word(Some(message), None));
                 }
                 Some(message) => return Err(unexpected(&message)),
@@ -78,7 +90,7 @@ impl ReplicaEnd<'_> {
                 // Its lock is needed.
                 drop(opened);
                 self.give_up(open, &path, apart)?;
-                opened = opener(asked)?;
+                opened = opener(&asked)?;
                 self.say_given_up(open, opened.members.get_mut(at))?;
                 continue;
             }
@@ -91,14 +103,14 @@ impl ReplicaEnd<'_> {
                 }
                 group.counts();
             }
-            let stays = plan.stays || opened.group.is_some();
             match self.carry_out(open, replica, plan)? {
                 Step::Prepared(covers) => covered[at] = covers,
                 Step::Goes => {}
                 Step::Done => return Ok(None),
-                Step::Committed if stays => say_status(self.sender, replica, open.commit)?,
-                // The other end says goodbye when it has recorded that.
-                Step::Committed => return self.last_word(None, open.verify.then_some(replica)),
+                Step::Committed if open.verify => return self.last_word(None, Some(replica)),
+                Step::Committed if opened.group.is_some() => say_status(self.sender, replica, open.commit)?,
+                // The other end opens it anew, or says goodbye, when it has recorded that.
+                Step::Committed => {}
             }
         }
     }

@@ -60,6 +60,6 @@ pub fn receive_over(
 fn receive_at(link: Link, site: Option<&dyn Site>, opener: Opener<'_>) -> Result<(), SyncError> {
     let (sender, receiver) = link.split();
     let end = ReplicaEnd { sender: &sender, receiver: &receiver, site, progress: &|_, _| {}, writes: true };
-    let result = Opening::hear(&receiver).and_then(|asked| end.converse(&asked, opener).map(drop));
+    let result = Opening::hear(&receiver).and_then(|asked| end.converse(asked, opener).map(drop));
     end_with(sender, result)
 }

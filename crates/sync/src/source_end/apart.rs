@@ -136,17 +136,19 @@ pub(crate) struct Consented {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outcome {
     given_up: Option<GivenUpWrites>,
+    /// That was done; otherwise the sync that follows overwrites it.
+    is_done: bool,
     said: Option<String>,
 }
 
 impl Outcome {
-    fn given_up(given_up: GivenUpWrites) -> Outcome {
-        Outcome { given_up: Some(given_up), said: None }
+    fn given_up(given_up: GivenUpWrites, is_done: bool) -> Outcome {
+        Outcome { given_up: Some(given_up), is_done, said: None }
     }
 
-    /// What the destination of that name gave up, if anything.
+    /// What the destination of that name has given up, if anything.
     pub(crate) fn said(&self, name: &str) -> Option<String> {
-        let GivenUpWrites { since, saved, .. } = self.given_up.as_ref()?;
+        let GivenUpWrites { since, saved, .. } = self.given_up.as_ref().filter(|_| self.is_done)?;
         let since = since.map_or_else(String::new, |since| format!(" since epoch {since}"));
         let saved = saved.as_ref().map_or_else(String::new, |file| format!(", saved in {}", file.display()));
         Some(format!("{name} gave up what was written to it{since}{saved}"))
@@ -176,7 +178,7 @@ pub(crate) fn consent(
         Loss::Nothing => {
             choose(&known, &status, &later)?;
             let said = said_of_nothing(&status, how);
-            (status, Outcome { given_up: None, said: Some(said) })
+            (status, Outcome { said: Some(said), ..Outcome::default() })
         }
         Loss::Compared => {
             (later.adopt, later.overwrite) = (true, true);
@@ -188,7 +190,7 @@ pub(crate) fn consent(
                 refuse_other_content(&doubted, options)?;
             }
             choose(&facts(handle, &status, name, &later)?, &status, &later)?;
-            (status, Outcome::given_up(GivenUpWrites { since, bytes: None, saved: None }))
+            (status, Outcome::given_up(GivenUpWrites { since, bytes: None, saved: None }, false))
         }
         Loss::Since(apart) => {
             let expected = as_if_given_up(handle, status, apart)?;
@@ -196,11 +198,14 @@ pub(crate) fn consent(
             match options.dry_run {
                 true => {
                     let bytes = known.two.there.bytes.filter(|_| apart.since.is_some());
-                    (expected, Outcome::given_up(GivenUpWrites { since: apart.since, bytes, saved: None }))
+                    (
+                        expected,
+                        Outcome::given_up(GivenUpWrites { since: apart.since, bytes, saved: None }, false),
+                    )
                 }
                 false => {
                     let (status, given_up) = transfer.give_up(apart)?;
-                    (status, Outcome::given_up(given_up))
+                    (status, Outcome::given_up(given_up, true))
                 }
             }
         }

@@ -48,8 +48,6 @@ pub(crate) struct Session<'a> {
     unheard: Vec<usize>,
     /// What the opening has cost; `None` after the first round.
     opening: Option<Spent>,
-    /// One round follows the other.
-    stays: bool,
 }
 
 /// A disk and its replica.
@@ -135,18 +133,9 @@ impl<'a> Session<'a> {
         let opening = Some(Spent { began: Instant::now(), before: (0, 0) });
         let unheard: Vec<usize> = (0..members.len()).collect();
         let statuses = unheard.iter().map(|_| StatusReply::of(replica::Status::nothing())).collect();
-        let session = Session {
-            sender,
-            receiver,
-            group,
-            destination,
-            options,
-            members,
-            statuses,
-            unheard,
-            opening,
-            stays: false,
-        };
+        let session =
+            Session { sender, receiver, group, destination, options, members, statuses, unheard, opening };
+        session.members.iter().for_each(|member| member.handle.be_polite(session.options.polite));
         session.open().inspect_err(|error| session.failed(error))?;
         Ok(session)
     }
@@ -154,22 +143,25 @@ impl<'a> Session<'a> {
     fn open(&self) -> Result<(), SyncError> {
         let mut members = Vec::new();
         for member in &self.members {
-            member.handle.be_polite(self.options.polite);
             members.push(Open::for_sync(&member.path, &member.options).beside(member.handle)?);
         }
         let group = self.group.map(|group| group.name().to_owned());
         Ok(self.sender.send_json(OPEN, &Opening { group, members })?)
     }
 
-    /// Makes it that of a mirror, of which one round follows the other, and that may let the replicas fall so far behind.
-    pub(crate) fn mirrors(&mut self, rpo: Duration) {
-        self.stays = true;
+    /// Notes how far a mirror may let the replicas fall behind.
+    pub(crate) fn within(&self, rpo: Duration) {
         self.members.iter().for_each(|member| member.account.within(rpo));
     }
 
     /// Brings the replicas to one moment.
     pub(crate) fn round(&mut self) -> Result<Round, SyncError> {
         let cost = self.opening.take().unwrap_or_else(|| Spent::begin(self.sender));
+        // A commit of a group looks at all replicas, and tells where they are.
+        if self.unheard.is_empty() {
+            self.open().inspect_err(|error| self.failed(error))?;
+            self.unheard = (0..self.members.len()).collect();
+        }
         let mut outcomes = vec![Outcome::default(); self.members.len()];
         let done = self.give_up(&mut outcomes).and_then(|()| self.bring());
         let mut round = done.map_err(|error| {
@@ -259,18 +251,16 @@ impl<'a> Session<'a> {
         };
         // What was taken over or created is a replica like any other now.
         for member in &mut self.members {
-            (member.options.adopt, member.options.create) = (false, false);
+            let options = &mut member.options;
+            (options.adopt, options.accept_source, options.create) = (false, false, false);
         }
         Ok(round)
     }
 
-    /// Brings a replica up to date by itself. Where something follows, it says where it is then, unless it was there already.
-    fn bring_alone(&mut self, at: usize, choice: Choice) -> Result<Summary, SyncError> {
+    /// Brings a replica up to date by itself.
+    fn bring_alone(&self, at: usize, choice: Choice) -> Result<Summary, SyncError> {
         let (planned, committed) = self.commit_alone(at, choice)?;
-        let sent = committed.is_some();
-        let summary = planned.settle(committed)?;
-        self.unheard.extend(sent.then_some(at));
-        Ok(summary)
+        planned.settle(committed)
     }
 
     /// Has a replica commit by itself what it lacks, if anything.
@@ -425,7 +415,6 @@ impl<'a> Session<'a> {
             in_place: self.statuses[at].in_place,
             member: (at, prepare),
             resends: self.group.is_none(),
-            stays: self.stays,
         }
     }
 
@@ -440,6 +429,7 @@ impl<'a> Session<'a> {
             let mut summary = self.bring_alone(at, choice.clone()).map_err(|error| self.of_one(at, error))?;
             cost.add(self.sender, &mut summary);
             seeded.push((at, summary));
+            self.unheard.push(at);
             self.hear()?;
         }
         Ok(seeded)

@@ -44,8 +44,6 @@ pub(crate) struct Transfer<'a> {
     pub member: (usize, bool),
     /// A delta of unknown size may be sent twice.
     pub resends: bool,
-    /// Another plan follows its commit.
-    pub stays: bool,
 }
 
 /// The replica's side's answer to a delta.
@@ -75,8 +73,7 @@ impl Transfer<'_> {
         let (member, prepare) = self.member;
         let before = plan.before.clone();
         let resends = self.resends && !plan.pass;
-        let (pass, stays) = (plan.pass, self.stays);
-        Plan { delta: true, pass, member, prepare, before, resends, stays, ..Plan::default() }
+        Plan { delta: true, pass: plan.pass, member, prepare, before, resends, ..Plan::default() }
     }
 
     /// Sends a pass over a live disk, and receives the replica's new status.

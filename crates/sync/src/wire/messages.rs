@@ -304,9 +304,6 @@ pub(crate) struct Plan {
     pub give_up: Option<Apart>,
     /// The delta may be answered with a new Status: it was counted, as there was no room for it, and is to be sent once more.
     pub resends: bool,
-    /// The source stays when the delta is committed: after Committed comes a new Status, and another plan. In a group that is always so.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub stays: bool,
 }
 
 /// Since when a destination goes its own way.
@@ -482,7 +479,12 @@ impl Open {
 impl Opening {
     /// Receives the beginning of a conversation.
     pub(crate) fn hear(receiver: &Receiver) -> Result<Opening, SyncError> {
-        let opening: Opening = request(receiver, OPEN)?.json()?;
+        Opening::of(&request(receiver, OPEN)?)
+    }
+
+    /// Reads it from its message.
+    pub(crate) fn of(message: &Message) -> Result<Opening, SyncError> {
+        let opening: Opening = message.json()?;
         let Opening { group, members } = &opening;
         let folder = members.first().map(|open| open.path.parent());
         let together = members.iter().all(|open| Some(open.path.parent()) == folder);
@@ -499,6 +501,21 @@ impl Opening {
         }
         members.iter().try_for_each(Open::check)?;
         Ok(opening)
+    }
+}
+
+impl Opening {
+    /// Takes back what the source's end does not ask for any more, as it opens the replicas anew: it gets nothing by that. What it is by now is
+    /// its own word.
+    pub(crate) fn withdraw(&mut self, again: Opening) {
+        for (open, again) in self.members.iter_mut().zip(again.members) {
+            let is_same =
+                |origin: &Origin| open.origin.as_ref().is_some_and(|known| known.uuid == origin.uuid);
+            open.origin = again.origin.filter(is_same).or(open.origin.take());
+            open.adopt &= again.adopt;
+            open.create &= again.create;
+            open.give_up = open.give_up.take().filter(|_| again.give_up.is_some());
+        }
     }
 }
 
