@@ -225,14 +225,21 @@ fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
 /// Ends the tracking of a device.
 fn remove(device: &Path, state: &StateDir, output: &Output) -> Result<()> {
     discard_saved(device, state)?;
-    let about = state.source(&device.to_string_lossy())?.map(|(_, about)| about);
-    let watch = about.as_ref().map(|about| WriteWatch::begin(&about.identity));
-    // Whoever is at work with the tracker would fail.
-    let recorded = about.as_ref().map(|about| Recorded::begin(&about.path)).transpose()?.flatten();
-    // That of a target goes on as no disk.
-    let recorded = recorded.filter(|recorded| recorded.kind() == "bpf");
-    let kept = about.zip(recorded).zip(watch);
-    let kept = kept.map(|((about, recorded), watch)| keep_record(&about, (recorded, watch), state));
+    let kept = match state.source(&device.to_string_lossy())? {
+        None => None,
+        Some((_, about)) => {
+            let watch = WriteWatch::begin(&about.identity);
+            match Recorded::begin(&about.path) {
+                // Whoever is at work with it would fail.
+                Err(busy) if busy.is_busy() => return Err(busy.into()),
+                Err(error) => Some(Err(error.into())),
+                // That of a target goes on as no disk.
+                Ok(recorded) => recorded
+                    .filter(|recorded| recorded.kind() == "bpf")
+                    .map(|recorded| keep_record(&about, (recorded, watch), state)),
+            }
+        }
+    };
     if !bpf::remove(device)? && !dm::remove(device)? {
         return Err(not_tracked(device).into());
     }
