@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn frames_and_hellos_have_the_bytes_of_the_format() {
         let hello = Hello { window: 0x0001_0203, timeout: Duration::from_secs(30) };
-        assert_eq!(hello.to_bytes(), *b"\x93dsync\r\n\x01\0\x2c\x01\x03\x02\x01\0");
+        assert_eq!(hello.to_bytes(), *b"\x93dsync\r\n\x02\0\x2c\x01\x03\x02\x01\0");
         assert_eq!(Hello::parse(&hello.to_bytes()), Ok(hello));
         for (frame, bytes) in [
             (

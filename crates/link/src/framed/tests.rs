@@ -141,7 +141,7 @@ fn another_version_is_named() {
     let error = hear(&other).1.unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the far side speaks version 7 of the link, this dsync speaks version 1: install the same version of dsync on both sides"
+        "the far side speaks version 7 of the link, this dsync speaks version 2: install the same version of dsync on both sides"
     );
 }
 
