@@ -373,19 +373,19 @@ impl Replica {
             Some((intent.time, member.state?, member.epoch))
         };
         let common: Vec<_> = past.unwrap_or_default().intents.iter().filter_map(of_this).collect();
-        let present = self.lineage().nonce;
-        let there = Past::load(self.state(), present).unwrap_or_default();
-        let is_there =
-            |state: Uuid| there.undos.iter().any(|undo| undo.to == state && undo.kind != UndoKind::Via);
-        // A repair gives a state another name, and leaves its epoch.
-        let moments = match common.iter().all(|(_, state, _)| is_there(*state)) {
-            true => Vec::new(),
-            false => past::moments(self.state(), present).unwrap_or_default(),
+        let there = Past::load(self.state(), self.lineage().nonce).unwrap_or_default().undos;
+        // A repair gives a state another name, and leaves its epoch. Of other states than those few no header is read.
+        let unnamed = |undo: &&Undo| {
+            undo.kind == UndoKind::Epoch && common.iter().all(|(_, state, _)| *state != undo.to)
         };
-        let named = |(time, state, epoch): (u64, Uuid, Epoch)| {
-            let renamed = moments.iter().find(|moment| moment.epoch == epoch && !moment.ahead);
-            (time, renamed.filter(|_| !is_there(state)).map_or(state, |moment| moment.state))
+        let epoch_of = |undo| past::header_of(self.state(), undo)?.0.to().copied();
+        let renamed: Vec<_> =
+            there.iter().filter(unnamed).filter_map(|undo| Some((epoch_of(undo)?, undo.to))).collect();
+        let is_there = |state| there.iter().any(|undo| undo.to == state && undo.kind != UndoKind::Via);
+        let named = |&(time, state, epoch): &(u64, Uuid, Epoch)| {
+            let now = renamed.iter().find(|(of, _)| *of == epoch && !is_there(state));
+            (time, now.map_or(state, |(_, now)| *now))
         };
-        common.into_iter().map(named).collect()
+        common.iter().map(named).collect()
     }
 }

@@ -241,11 +241,12 @@ impl Past {
     fn thin(&self, keep: &Keep, now: u64, common: &[(u64, Uuid)]) -> (Vec<String>, Vec<Undo>) {
         let mut order = self.in_order();
         order.retain(|undo| undo.kind != UndoKind::Via);
-        let kept = kept(keep, &order.iter().map(|undo| undo.at).collect::<Vec<_>>(), now);
-        let kept_by_all = self::kept(keep, &common.iter().map(|(time, _)| *time).collect::<Vec<_>>(), now);
+        let own_times: Vec<u64> = order.iter().map(|undo| undo.at).collect();
+        let common_times: Vec<u64> = common.iter().map(|(time, _)| *time).collect();
+        let (own, by_all) = (kept(keep, &own_times, now), kept(keep, &common_times, now));
         let is_kept = |undo: &Undo| match common.iter().any(|(_, state)| *state == undo.to) {
-            true => common.iter().zip(&kept_by_all).any(|((_, state), kept)| *kept && *state == undo.to),
-            false => order.iter().zip(&kept).any(|(other, kept)| *kept && other.to == undo.to),
+            true => common.iter().zip(&by_all).any(|((_, state), kept)| *kept && *state == undo.to),
+            false => order.iter().zip(&own).any(|(other, kept)| *kept && other.to == undo.to),
         };
         let mut thinned = Past { undos: self.undos.clone(), rest: Vec::new() };
         let mut removed = Vec::new();
