@@ -23,6 +23,7 @@ pub mod mount;
 pub use nbd::client as nbd;
 pub mod postgres;
 mod promtool;
+pub mod qemu;
 pub mod records;
 pub mod run;
 pub mod scene;

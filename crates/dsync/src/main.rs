@@ -36,7 +36,7 @@ use machine::rehearse;
 use output::Output;
 use reach::{far_side, key};
 use status::{job_copies, monitor, table, watch};
-use terms::machine_name;
+use terms::machine_name::MachineWord;
 use wait::until_free;
 
 /// Memory that is refused is an error that is told.
@@ -159,16 +159,16 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
             let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
             let told = args.told.read()?;
             return until_free(&args.run.wait, output, || {
-                match (machine_name::named(&args.source), &args.group) {
-                    (Some(name), _) => machine::sync(name, args, &steering, &state, output),
+                match (MachineWord::read(&args.source), &args.group) {
+                    (Some(named), _) => machine::sync(named, args, &steering, &state, output),
                     (None, Some(group)) => group_command::sync(group, args, &steering, &state, output),
                     (None, None) => sync_command::run(args, &told, &steering, &state, output),
                 }
             });
         }
-        Command::Mirror(args) => match (machine_name::named(&args.source), &args.group) {
+        Command::Mirror(args) => match (MachineWord::read(&args.source), &args.group) {
             (_, Some(group)) => group_command::mirror(group, args, &state, output)?,
-            (Some(name), None) => machine::mirror(name, args, &state, output)?,
+            (Some(named), None) => machine::mirror(named, args, &state, output)?,
             (None, None) => mirror_command::run(args, &state, output)?,
         },
         Command::Serve(args) => serve::run(args, &state, output)?,
@@ -176,8 +176,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Status(args) => return status(args, &state, output),
         Command::Extract(args) => until_free(&args.wait, output, || pipes::extract(args, &state, output))?,
         Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,
-        Command::Forget(args) => match machine_name::named(&args.what) {
-            Some(name) => machine::forget(name, args, &state, output)?,
+        Command::Forget(args) => match MachineWord::read(&args.what) {
+            Some(named) => machine::forget(&named.name(&state), args, &state, output)?,
             None => forget::run(args, &state, output)?,
         },
         Command::Changes(args) => {
@@ -211,8 +211,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
 /// `dsync verify` of a disk or a machine.
 fn verify(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
     let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
-    until_free(&args.run.wait, output, || match machine_name::named(&args.source) {
-        Some(name) => machine::verify(name, args, &steering, state, output),
+    until_free(&args.run.wait, output, || match MachineWord::read(&args.source) {
+        Some(named) => machine::verify(named, args, &steering, state, output),
         None => verify_command::run(args, &steering, state, output),
     })
 }

@@ -9,7 +9,8 @@ use rustix::fs::OFlags;
 use source::StateDir;
 
 use super::domain::Domain;
-use super::virsh::Virsh;
+use super::hypervisor::Hypervisor;
+use super::qemu::QemuDefinition;
 use crate::failure::Failure;
 
 /// The definition's file has a multiple of these bytes, so that it seldom changes its size.
@@ -19,10 +20,41 @@ pub(super) const DISKS: &str = "dsync-disks";
 /// There are passwords in it.
 const MODE: u32 = 0o600;
 
+/// What it takes to start a machine elsewhere.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Definition {
+    /// The XML of libvirt.
+    Libvirt(String),
+    /// The command line of its QEMU.
+    Qemu(QemuDefinition),
+}
+
+impl Definition {
+    /// The file in which it is kept, for a machine with this plain name.
+    fn file(&self, state: &StateDir, name: &str) -> PathBuf {
+        let [xml, json, ..] = files(state, name);
+        match self {
+            Definition::Libvirt(_) => xml,
+            Definition::Qemu(_) => json,
+        }
+    }
+
+    /// Its text, which says of each disk, by its target, which replica is that: another disk may have that target some day.
+    fn text(&self, disks: &[(String, String)]) -> String {
+        match self {
+            Definition::Libvirt(text) => {
+                let disks: String = disks.iter().map(|(target, file)| format!(" {target}={file}")).collect();
+                format!("{}\n<?{DISKS}{disks}?>", text.trim_end())
+            }
+            Definition::Qemu(definition) => definition.text(disks),
+        }
+    }
+}
+
 /// The definition of a machine, its NVRAM and the state of its TPM, as of one moment.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Carried {
-    definition: String,
+    definition: Definition,
     nvram: Option<Vec<u8>>,
     tpm: Option<Vec<u8>>,
 }
@@ -32,8 +64,8 @@ impl Carried {
     ///
     /// # Errors
     /// If libvirt does not tell, or a file cannot be read.
-    pub(super) fn read(virsh: &Virsh, domain: &Domain) -> Result<Carried, Failure> {
-        let definition = virsh.definition()?;
+    pub(super) fn read(host: &dyn Hypervisor, domain: &Domain) -> Result<Carried, Failure> {
+        let definition = host.definition()?;
         let read = |path: &Option<PathBuf>, what: &str| match path
             .as_ref()
             .map(|path| (path, std::fs::read(path)))
@@ -50,8 +82,7 @@ impl Carried {
         Ok(Carried { definition, nvram, tpm })
     }
 
-    /// Writes them to their files, whose paths it returns. The definition says of each disk, by its target, which replica is that: another disk may have
-    /// that target some day.
+    /// Writes them to their files, whose paths it returns. The definition says of each disk, by its target, which replica is that.
     ///
     /// # Errors
     /// If that fails.
@@ -67,11 +98,9 @@ impl Carried {
             move |error: io::Error| Failure::failed(format!("{text}: {error}"))
         };
         device::Dir::open(&folder).map_err(failed(&folder))?;
-        let [path, of_nvram, of_tpm] = files(state, name);
+        let (path, [_, _, of_nvram, of_tpm]) = (self.definition.file(state, name), files(state, name));
         let was = path.metadata().map_or(0, |file| file.len() as usize);
-        let disks: String = disks.iter().map(|(target, file)| format!(" {target}={file}")).collect();
-        let definition = format!("{}\n<?{DISKS}{disks}?>", self.definition.trim_end());
-        put(&path, &padded(&definition, was)).map_err(failed(&path))?;
+        put(&path, &padded(&self.definition.text(disks), was)).map_err(failed(&path))?;
         let mut paths = vec![path];
         for (content, file) in [(&self.nvram, of_nvram), (&self.tpm, of_tpm)] {
             let Some(content) = content else { continue };
@@ -83,8 +112,8 @@ impl Carried {
 }
 
 /// The files of the machine with this plain name.
-pub(super) fn files(state: &StateDir, name: &str) -> [PathBuf; 3] {
-    ["xml", "nvram", "tpm"].map(|end| state.machines_folder().join(format!("{name}.{end}")))
+pub(super) fn files(state: &StateDir, name: &str) -> [PathBuf; 4] {
+    ["xml", "json", "nvram", "tpm"].map(|end| state.machines_folder().join(format!("{name}.{end}")))
 }
 
 /// Removes a file, if it is there.
@@ -95,7 +124,7 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The definition with newlines behind it, which XML ignores there: a file that shrinks is refused as a source.
+/// The definition with newlines behind it, which XML and JSON ignore there: a file that shrinks is refused as a source.
 fn padded(definition: &str, least: usize) -> Vec<u8> {
     let mut bytes = definition.trim_end().as_bytes().to_vec();
     let len = (bytes.len() + 1).max(least).next_multiple_of(STEP);

@@ -8,8 +8,8 @@ use anyhow::{Context as _, Result};
 use roxmltree::{Document, Node};
 
 use super::carry;
-use super::domain::{Domain, child, children};
-use super::virsh::{quoted, quoted_path};
+use super::libvirt::virsh::{quoted, quoted_path};
+use super::libvirt::xml::{self, child, children};
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::terms::shell_word;
@@ -45,7 +45,7 @@ pub(crate) fn define(dir: &Path, files: &[String], to: &Path, output: &Output) -
         ));
     }
     output.say(&format!("the VM is defined by {0}, with these disks: \"virsh define {0}\"", to.display()));
-    let place = Domain::read(text.trim_end()).ok().and_then(|domain| domain.tpm);
+    let place = xml::domain(text.trim_end()).ok().and_then(|domain| domain.tpm);
     if let (Some(state), Some(place)) = (carried.beside("tpm"), place) {
         output.say(&format!(
             "before it starts, put the state of its TPM in place, or it gets a new TPM: \"install -D -m 600 -o {SWTPM} -g {SWTPM} {} {}\"",

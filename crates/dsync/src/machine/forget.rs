@@ -8,11 +8,9 @@ use anyhow::Result;
 use device::Dir;
 use source::{Bookmarks, SourceMembership, SourceMetadata, StateDir, Tally};
 
-use super::domain::Domain;
-use super::job::Job;
+use super::hypervisor::{Hypervisor, Which};
 use super::made::Made;
-use super::virsh::{self, Virsh};
-use super::{carry, lock, refuse_option};
+use super::{Domain, carry, libvirt, lock, qemu, refuse_option};
 use crate::args;
 use crate::commands::forget;
 use crate::failure::Failure;
@@ -117,12 +115,7 @@ impl Forgotten {
                 return Ok(());
             }
         };
-        for (checkpoint, why) in &left {
-            output.warn(&format!(
-                "checkpoint {checkpoint} of {0} is left ({why}): \"virsh checkpoint-delete {0} {checkpoint}\" deletes it while the VM runs",
-                self.name
-            ));
-        }
+        left.iter().for_each(|left| output.warn(left));
         if !dry_run && left.is_empty() {
             made.remove().map_err(|error| {
                 Failure::failed(format!("cannot remove the list of checkpoints: {error}"))
@@ -132,33 +125,44 @@ impl Forgotten {
     }
 }
 
-/// Deletes the checkpoints that were made of a machine, which is known by its definition, or by its name. Returns those that are left, and why.
+/// Deletes the checkpoints that were made of a machine, which is known by its definition, or by its name. Returns what is said of those that are left.
 fn delete(
     made: &Made,
     name: &str,
     (plain, state): (&str, &StateDir),
     dry_run: bool,
-) -> Result<Vec<(String, String)>, Failure> {
-    let [definition, ..] = carry::files(state, plain);
-    let carried = std::fs::read_to_string(definition).ok();
-    let uuid = carried.and_then(|text| Some(Domain::read(text.trim_end()).ok()?.uuid));
-    let Some(text) = virsh::seek(uuid.as_deref().unwrap_or(name))? else { return Ok(Vec::new()) };
-    let domain = Domain::read(&text)?;
-    let virsh = Virsh::of(&domain.uuid);
+) -> Result<Vec<String>, Failure> {
+    let Some((host, domain)) = seek(name, plain, state)? else { return Ok(Vec::new()) };
     // What a killed run left.
     if !dry_run && domain.id.is_some() {
-        Job::of((&domain, plain), None, state)?.end_left()?;
+        host.backup(&domain, None)?.end(Which::Ours)?;
     }
     let (mut left, ours) = (Vec::new(), made.names());
-    for checkpoint in virsh.checkpoints()?.into_iter().filter(|checkpoint| ours.contains(&**checkpoint)) {
-        match domain.id {
-            None => left.push((checkpoint, "the VM is off".to_owned())),
-            Some(_) if dry_run => {}
-            Some(_) => {
-                let deleted = virsh.delete_checkpoint(&checkpoint)?;
-                left.extend(deleted.err().map(|why| (checkpoint, why)));
-            }
-        }
+    for checkpoint in host.checkpoints()?.into_iter().filter(|checkpoint| ours.contains(&**checkpoint)) {
+        let deleted = match domain.id {
+            None => Err("the VM is off".to_owned()),
+            Some(_) if dry_run => Ok(()),
+            Some(_) => host.delete_checkpoint(&checkpoint)?,
+        };
+        left.extend(deleted.err().map(|why| {
+            let way = host.deletion(&checkpoint);
+            format!("checkpoint {checkpoint} of {name} is left ({why}): {way} deletes it while the VM runs")
+        }));
     }
     Ok(left)
+}
+
+/// A machine that is there.
+type Found = (Box<dyn Hypervisor>, Domain);
+
+/// The machine of this name; `None` if libvirt has it no more.
+fn seek(name: &str, plain: &str, state: &StateDir) -> Result<Option<Found>, Failure> {
+    if let Some(socket) = machine_name::monitor_of(name, state) {
+        let (monitor, domain, _) = qemu::at(&socket, state)?;
+        return Ok(Some((Box::new(monitor), domain)));
+    }
+    let [definition, ..] = carry::files(state, plain);
+    let carried = std::fs::read_to_string(definition).ok();
+    let found = libvirt::seek(carried.as_deref(), name)?;
+    Ok(found.map(|(libvirt, domain)| (Box::new(libvirt) as Box<dyn Hypervisor>, domain)))
 }

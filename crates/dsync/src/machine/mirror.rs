@@ -17,13 +17,14 @@ use source::{SourceError, StateDir};
 use sync::{Attempts, Class, GroupMirrorSummary, GroupSummary, Interruption, Summary, SyncError};
 
 use super::domain::Image;
-use super::{Machine, Said, end_interrupted, refuse_option, virsh};
+use super::{Machine, Said, end_interrupted, hypervisor, refuse_option};
 use crate::args::{self, Cli, Command};
 use crate::commands::mirroring::Mirroring;
 use crate::commands::{group_command, sync_command};
 use crate::failure::{self, Failure};
 use crate::output::Output;
 use crate::reach::location::Location;
+use crate::terms::machine_name::MachineWord;
 
 /// The shortest time from one pass to the next.
 const LEAST: Duration = Duration::from_secs(1);
@@ -31,14 +32,19 @@ const LEAST: Duration = Duration::from_secs(1);
 const OFF_FOR: Duration = Duration::from_secs(60);
 
 /// Runs the command until a signal ends it.
-pub(crate) fn mirror(name: &str, args: &args::MirrorArgs, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn mirror(
+    named: MachineWord<'_>,
+    args: &args::MirrorArgs,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
     check(args)?;
-    virsh::wait_for(args.far.timeout);
+    hypervisor::wait_for(args.far.timeout);
     let folder = Location::folder(args.destination.as_deref().unwrap_or_default())?;
     let shown = folder.place()?.1;
     let mirroring = Mirroring::begin(args, state, output, end_interrupted)?;
     let mirror = Mirror {
-        name,
+        named,
         args,
         pass: RefCell::new(pass_of(args)?),
         state,
@@ -101,7 +107,7 @@ fn times(machine: &Machine<'_>) -> Option<Vec<ImageTimes>> {
 
 /// A mirror of a machine.
 struct Mirror<'a> {
-    name: &'a str,
+    named: MachineWord<'a>,
     args: &'a args::MirrorArgs,
     pass: RefCell<args::Sync>,
     state: &'a StateDir,
@@ -161,7 +167,7 @@ impl Mirror<'_> {
     fn pass(&self, last: bool) -> Result<Option<(GroupSummary, Vec<Summary>)>> {
         let mut pass = self.pass.borrow_mut();
         let (machine, open) = (&self.args.machine, &pass.open);
-        let machine = Machine::find(self.name, (machine, open), self.state, self.output)?;
+        let machine = Machine::find(self.named, (machine, open), self.state, self.output)?;
         let machine = Machine { said: Some(&self.said), ..machine };
         if self.waits(&machine, last) {
             return Ok(None);
@@ -169,7 +175,7 @@ impl Mirror<'_> {
         let times = machine.domain.id.is_none().then(|| times(&machine)).flatten();
         if !self.mirroring.begun.load(SeqCst) {
             // A first copy may take days.
-            self.mirroring.manager.ready(&format!("bringing vm:{} in {} up to date", self.name, self.shown));
+            self.mirroring.manager.ready(&format!("bringing {} in {} up to date", self.named, self.shown));
         }
         let pushed = machine.pass(&pass, &self.mirroring.steering)?;
         self.rests.replace(times);
@@ -194,7 +200,7 @@ impl Mirror<'_> {
         let rests = self.rests.borrow().is_some() && *self.rests.borrow() == times(machine);
         let waits = rests || (is_begun && (has_overlay || (!last && since.elapsed() < OFF_FOR)));
         if waits && !is_seen {
-            let text = format!("{} is off: waiting until it runs", self.name);
+            let text = format!("{} is off: waiting until it runs", machine.domain.name);
             self.mirroring.manager.ready(&text);
             self.output.note(&text);
         }
@@ -237,19 +243,19 @@ impl Mirror<'_> {
     }
 
     fn committed(&self, group: &GroupSummary, members: &[Summary]) {
-        let Mirror { name, output, mirroring, shown, .. } = *self;
+        let Mirror { named, output, mirroring, shown, .. } = *self;
         members.iter().for_each(|member| sync_command::warn(member, output));
         let epoch = group.epoch.unwrap_or_default();
         let was_troubled = !self.trouble.take().is_empty();
         if !mirroring.begun.swap(true, SeqCst) {
             members.iter().for_each(|member| sync_command::say(member, output));
-            mirroring.manager.ready(&format!("mirroring vm:{name} to {shown}"));
-            output.ready(&format!("mirroring vm:{name} to {shown}, at common epoch {epoch}"));
+            mirroring.manager.ready(&format!("mirroring {named} to {shown}"));
+            output.ready(&format!("mirroring {named} to {shown}, at common epoch {epoch}"));
         } else if was_troubled {
-            mirroring.manager.status(&format!("mirroring vm:{name} to {shown}"));
-            output.note(&format!("mirroring vm:{name} to {shown} again, at common epoch {epoch}"));
+            mirroring.manager.status(&format!("mirroring {named} to {shown}"));
+            output.note(&format!("mirroring {named} to {shown} again, at common epoch {epoch}"));
         } else if output.is_verbose() {
-            output.more(&format!("vm:{name} is at common epoch {epoch}"));
+            output.more(&format!("{named} is at common epoch {epoch}"));
         }
         output.status(group);
     }

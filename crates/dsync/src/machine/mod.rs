@@ -1,30 +1,32 @@
-//! `vm:NAME`: a virtual machine of libvirt with all its disks, as a group. Beneath it is nothing new: a sync is one conversation, and one commit of all
+//! `vm:NAME`: a virtual machine with all its disks, as a group. libvirt runs it, or QEMU alone (`qemu:SOCKET`). Beneath it is nothing new: a sync is one conversation, and one commit of all
 //! members.
 //!
 //! - While it *runs*, one backup job shows all disks as of one moment (`job.rs`), and tells of each disk what was written since the moment before, where
-//!   libvirt keeps a checkpoint of it. Of a device that is tracked its tracker tells it. Any other disk is compared.
+//!   a checkpoint of it is kept. Of a device that is tracked its tracker tells it. Any other disk is compared.
 //! - While it is *off*, its disks are at rest, and locked, so that it does not start.
 //! - Its *definition*, its NVRAM and the state of its TPM are members as well (`carry.rs`): read before and after the moment, and the same.
 
 mod carry;
-mod child;
 mod define;
 mod domain;
 mod forget;
+mod hypervisor;
 mod job;
+mod libvirt;
 mod made;
 mod mirror;
+mod qemu;
 mod rehearse;
 mod rehearsed;
 mod resting;
 mod running;
 mod verify;
-mod virsh;
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Result;
 use device::{Dir, FolderLock};
@@ -38,15 +40,15 @@ use crate::commands::group_command::{self, GroupSync};
 use crate::failure::Failure;
 use crate::jobs::steering::Steering;
 use crate::output::Output;
-use crate::terms::machine_name;
+use crate::terms::machine_name::{self, MachineWord};
 pub(crate) use define::define;
 use domain::{Answer, Domain};
 pub(crate) use forget::forget;
+use hypervisor::Hypervisor;
 pub(crate) use job::end_interrupted;
 pub(crate) use mirror::mirror;
 pub(crate) use rehearse::rehearse;
 pub(crate) use verify::verify;
-use virsh::Virsh;
 
 /// Why it is not told what was written to a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -94,13 +96,13 @@ impl From<&Untold> for How {
 /// The names of the machines on this host. Of a user's own libvirt, which a question would start, none is known.
 pub(crate) fn names() -> Vec<String> {
     let is_asked = rustix::process::geteuid().is_root() || std::env::var_os("LIBVIRT_DEFAULT_URI").is_some();
-    if is_asked { virsh::names() } else { Vec::new() }
+    if is_asked { libvirt::virsh::names() } else { Vec::new() }
 }
 
 /// A machine, as its commands see it.
 struct Machine<'a> {
     domain: Domain,
-    virsh: Virsh,
+    host: Arc<dyn Hypervisor>,
     /// Its name where only some characters are allowed.
     name: String,
     /// The name of its group.
@@ -129,15 +131,15 @@ struct Told<'a> {
 
 /// Runs the command; its exit code.
 pub(crate) fn sync(
-    name: &str,
+    named: MachineWord<'_>,
     args: &args::Sync,
     steering: &Steering,
     state: &StateDir,
     output: &Output,
 ) -> Result<u8> {
     check(args)?;
-    virsh::wait_for(args.far.timeout);
-    let machine = Machine::find(name, (&args.machine, &args.open), state, output)?;
+    hypervisor::wait_for(args.far.timeout);
+    let machine = Machine::find(named, (&args.machine, &args.open), state, output)?;
     if let Some((summary, members)) = machine.pass(args, steering)? {
         group_command::tell(&summary, &members, output);
     }
@@ -165,16 +167,21 @@ fn check(args: &args::Sync) -> Result<(), Failure> {
 }
 
 fn refuse_option(option: &str) -> Failure {
-    Failure::usage(format!("vm:NAME does not take {option}: omit it"))
+    Failure::usage(format!("a VM does not take {option}: omit it"))
 }
 
-/// Keeps other runs away for the machine with this name and this group.
-fn lock((name, group): (&str, &str), state: &StateDir) -> Result<FolderLock, Failure> {
+/// Where the runs for the machine with this group meet.
+fn place_of(group: &str, state: &StateDir) -> PathBuf {
     let place = match rustix::process::geteuid().is_root() {
         true => trackers::run_folder(),
         false => state.path().to_path_buf(),
     };
-    let place = place.join("machines").join(group);
+    place.join("machines").join(group)
+}
+
+/// Keeps other runs away for the machine with this name and this group.
+fn lock((name, group): (&str, &str), state: &StateDir) -> Result<FolderLock, Failure> {
+    let place = place_of(group, state);
     let taken = Dir::open(&place).and_then(|_| FolderLock::take(&place));
     let failed = |error| Failure::failed(format!("cannot lock {}: {error}", place.display()));
     taken.map_err(failed)?.map_err(|holder| {
@@ -184,24 +191,42 @@ fn lock((name, group): (&str, &str), state: &StateDir) -> Result<FolderLock, Fai
     })
 }
 
+/// The machine that is meant, and its plain name.
+fn find(named: MachineWord<'_>, state: &StateDir) -> Result<(Arc<dyn Hypervisor>, Domain, String), Failure> {
+    let socket = match named {
+        MachineWord::Monitor(socket) => socket.to_path_buf(),
+        MachineWord::Name(name) => match machine_name::monitor_of(name, state) {
+            Some(socket) => socket,
+            None => {
+                let (libvirt, domain) = libvirt::find(name)?;
+                let plain = machine_name::plain(&domain.name, &domain.uuid);
+                return Ok((Arc::new(libvirt), domain, plain));
+            }
+        },
+    };
+    let (monitor, domain, plain) = qemu::at(&socket, state)?;
+    if let MachineWord::Name(name) = named
+        && !machine_name::is_group_of(name, &machine_name::group(&plain))
+    {
+        return Err(Failure::refused(format!(
+            "the QEMU at {}, where {name} was, is {} now: name the monitor of {name} as qemu:SOCKET",
+            socket.display(),
+            domain.name
+        )));
+    }
+    Ok((Arc::new(monitor), domain, plain))
+}
+
 impl<'a> Machine<'a> {
     fn find(
-        name: &str,
+        named: MachineWord<'_>,
         (args, open): (&'a args::MachineArgs, &'a args::SourceArgs),
         state: &'a StateDir,
         output: &'a Output,
     ) -> Result<Machine<'a>, Failure> {
-        let domain = Domain::read(&virsh::look_up(name)?)?;
-        if domain.name != name {
-            return Err(Failure::usage(format!(
-                "{name} is the number or the UUID of the VM {0}: name it vm:{0}",
-                domain.name
-            )));
-        }
-        let virsh = Virsh::of(&domain.uuid);
-        let name = machine_name::plain(&domain.name, &domain.uuid);
+        let (host, domain, name) = find(named, state)?;
         let group = machine_name::group(&name);
-        Ok(Machine { domain, virsh, name, group, args, open, state, output, said: None })
+        Ok(Machine { domain, host, name, group, args, open, state, output, said: None })
     }
 
     /// Brings the replicas of its disks to one moment.
@@ -239,7 +264,8 @@ impl<'a> Machine<'a> {
         match self.disks().next() {
             Some(_) => Ok(()),
             None => Err(Failure::refused(format!(
-                "{name} has no disk that can be copied: \"virsh domblklist {name}\" lists its disks"
+                "{name} has no disk that can be copied: {} lists its disks",
+                self.host.list()
             ))
             .into()),
         }
@@ -269,8 +295,9 @@ impl<'a> Machine<'a> {
         let has = |target: &String| self.domain.disks.iter().any(|disk| disk.target == *target);
         match self.args.without.iter().find(|target| !has(target)) {
             Some(unknown) => Err(Failure::usage(format!(
-                "{0} has no disk {unknown}, which --without names: \"virsh domblklist {0}\" lists them",
-                self.domain.name
+                "{} has no disk {unknown}, which --without names: {} lists them",
+                self.domain.name,
+                self.host.list()
             ))),
             None => Ok(()),
         }

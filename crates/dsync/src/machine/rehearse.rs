@@ -25,15 +25,18 @@ use source::{StateDir, export_name};
 use uuid::Uuid;
 
 use super::define::{CarriedFiles, DiskPlace, with_images};
+use super::hypervisor::patience;
+use super::libvirt::virsh::{self, Virsh};
+use super::libvirt::xml;
 use super::rehearsed::alone;
-use super::virsh::{self, Virsh};
 use crate::args;
 use crate::commands::rehearsal::{self, Rehearsal, Writes};
 use crate::failure::Failure;
 use crate::jobs::hook::UserCommand;
 use crate::output::Output;
 use crate::reach::location;
-use crate::terms::{machine_name, units};
+use crate::terms::machine_name::{self, MachineWord};
+use crate::terms::units;
 use crate::unix_socket;
 
 /// How often it is looked whether it is to end.
@@ -141,7 +144,9 @@ pub(crate) fn rehearse(args: &args::Rehearse, state: &StateDir, output: &Output)
 
 /// The machine and the moment of `vm:NAME[@MOMENT]`.
 fn machine_and_moment(word: &str) -> Result<(&str, &str), Failure> {
-    let machine = machine_name::named(word).ok_or_else(|| {
+    let named = MachineWord::read(word);
+    let machine = if let Some(MachineWord::Name(name)) = named { Some(name) } else { None };
+    let machine = machine.ok_or_else(|| {
         Failure::usage(format!(
             "{word} is not vm:NAME, the name of a VM that was synced by \"dsync sync vm:NAME DIR\""
         ))
@@ -242,7 +247,7 @@ impl BootedVm {
             |target: &str| Some(DiskPlace::Export(&socket, export_name(carried.image(target)?.as_ref())));
         let defined = with_images(text.trim_end(), export, None).map_err(unread)?;
         let uuid = Uuid::new_v4();
-        let name = format!("{}-rehearsal", super::domain::Domain::read(&text)?.name);
+        let name = format!("{}-rehearsal", xml::domain(&text)?.name);
         let alone = alone(&defined.text, (&name, uuid), &nvram, &defined.left).map_err(unread)?;
         let images = shown.iter().filter(|(path, _)| path.extension().is_some_and(|end| end == "img"));
         let disks = images.map(|(path, disk)| (export_name(path), disk.disk())).collect();
@@ -343,7 +348,7 @@ fn start(name: &str, vm: &Virsh, folder: &Path) -> Result<Child> {
         if !lines.is_empty() || virsh.try_wait()?.is_some() {
             break lines.join(": ");
         }
-        if began.elapsed() > virsh::patience() {
+        if began.elapsed() > patience() {
             break "it does not answer".to_owned();
         }
         std::thread::sleep(LOOK_EVERY / 5);

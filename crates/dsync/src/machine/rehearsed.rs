@@ -10,8 +10,8 @@ use roxmltree::{Document, Node};
 use uuid::Uuid;
 
 use super::define::{Edit, edited};
-use super::domain::{child, children};
-use super::virsh::{quoted, quoted_path};
+use super::libvirt::virsh::{quoted, quoted_path};
+use super::libvirt::xml::{child, children};
 
 /// What a machine is made of.
 const PARTS: [&str; 20] = [

@@ -8,7 +8,7 @@ use source::{GroupHandle, Handle, Recorded, SourceError, SourceOptions, Told, To
 use sync::ToldMember;
 
 use super::carry::Carried;
-use super::domain::{Domain, Image};
+use super::domain::Image;
 use super::running::{RECORDED, is_raw_device};
 use super::{How, Machine, Pushed, Untold, assigned};
 use crate::commands::group_command::GroupSync;
@@ -35,7 +35,7 @@ impl Machine<'_> {
             }
             return Ok(None);
         }
-        let before = Carried::read(&self.virsh, &self.domain)?;
+        let before = Carried::read(&*self.host, &self.domain)?;
         let disks = assigned(self.disks().map(|(target, _)| target), &members);
         members.extend(self.carried(before.write(self.state, &self.name, &disks)?));
         let group = sync::attach_told_group(self.state, &self.group, &members)?;
@@ -72,9 +72,9 @@ impl Machine<'_> {
     /// The members, which are locked now, unless the machine was started or changed before.
     pub(super) fn still_off(&self, group: GroupHandle, before: &Carried) -> Result<GroupHandle> {
         // From here on no QEMU opens them.
-        let now = Domain::read(&self.virsh.text()?)?;
+        let now = self.host.look()?;
         let same = now.id.is_none() && now.disks == self.domain.disks;
-        if same && Carried::read(&self.virsh, &self.domain)? == *before {
+        if same && Carried::read(&*self.host, &self.domain)? == *before {
             return Ok(group);
         }
         group.close()?;
@@ -97,9 +97,10 @@ impl Machine<'_> {
 
     fn refuse_overlay(&self, target: &str) -> Failure {
         Failure::refused(format!(
-            "{target} of {0} has an image with another beneath, as after a snapshot, which is copied only while the VM runs: start it, or merge the \
-             images with \"virsh blockcommit\"",
-            self.domain.name
+            "{target} of {} has an image with another beneath, as after a snapshot, which is copied only while the VM runs: start it, or merge the \
+             images with {}",
+            self.domain.name,
+            self.host.merge()
         ))
     }
 }

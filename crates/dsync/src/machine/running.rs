@@ -1,7 +1,5 @@
 //! A machine that runs: read in a backup job of libvirt.
 
-use std::fs::File;
-use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -12,8 +10,8 @@ use source::{History, Members, Recorded, SourceOptions, Told, ToldChanges};
 use sync::{CutHook as _, ToldMember};
 
 use super::carry::Carried;
-use super::domain::{Domain, Image};
-use super::job::{self, Basis, Begun, Job, Part, name_at};
+use super::domain::Image;
+use super::job::{Basis, Begun, Job, Part, name_at};
 use super::made::Made;
 use super::{How, Machine, Pushed, Untold, assigned};
 use crate::commands::group_command::GroupSync;
@@ -27,8 +25,6 @@ pub(super) const RECORDED: &str =
     "what was written to the device since its last sync is recorded in the kernel";
 /// Why they are not, where the tracker was removed between two looks.
 const NOT_TRACKED: &str = "it is not tracked any more";
-/// Bytes at the beginning of an image, which say of which version it is.
-const HEAD: usize = 8;
 
 impl Machine<'_> {
     /// Brings the replicas to the present moment of the machine.
@@ -66,7 +62,16 @@ impl Machine<'_> {
 
     /// Its backup job.
     pub(super) fn job(&self) -> Result<Job, Failure> {
-        Job::of((&self.domain, &self.name), self.args.scratch.as_deref(), self.state)
+        let endangered = self.host.endangered()?;
+        if let Some((disk, _)) = self.disks().find(|(disk, _)| endangered.iter().any(|other| other == disk)) {
+            return Err(Failure::refused(format!(
+                "{disk} of {0} has an I/O thread, and before version 9.0 a QEMU ends, and {0} with it, when its NBD server loses a connection there: start {0} \
+                 with a newer QEMU, or its disks without I/O threads. Or sync {0} while it is off, or without these disks (--without {disk})",
+                self.domain.name
+            )));
+        }
+        let backup = self.host.backup(&self.domain, self.args.scratch.as_deref())?;
+        Ok(Job::new((&self.domain, &self.name), (self.host.clone(), backup), self.state))
     }
 
     /// A disk as a member of the group, as the job shows it.
@@ -95,10 +100,9 @@ impl Machine<'_> {
     /// Ends the job, and says what is left.
     pub(super) fn end(&self, begun: Begun) -> Result<()> {
         let left = begun.end()?;
-        let condition = self.virsh.condition()?;
-        if condition.contains("I/O error") {
+        if let Some((state, way)) = self.host.stopped()? {
             self.output.warn(&format!(
-                "{0} is {condition}: its scratch file may have found no room. Free some, and run \"virsh resume {0}\"",
+                "{} is {state}: its scratch file may have found no room. Free some, and {way}",
                 self.domain.name
             ));
         }
@@ -122,7 +126,7 @@ impl Machine<'_> {
         wanted: impl Fn(&Part) -> bool,
     ) -> Result<(String, Vec<Part>, Carried)> {
         for _ in 0..ATTEMPTS {
-            let before = Carried::read(&self.virsh, &self.domain)?;
+            let before = Carried::read(&*self.host, &self.domain)?;
             let mut parts = self.parts()?;
             parts.retain(&wanted);
             for part in parts.iter_mut().filter(|part| part.is_raw_device) {
@@ -131,9 +135,9 @@ impl Machine<'_> {
             // Another one in each attempt: the checkpoint of one that is given up is of another moment.
             let name = name_at(UNIX_EPOCH.elapsed().unwrap_or_default());
             begun.begin(&mut parts, &name)?;
-            let now = Domain::read(&self.virsh.text()?)?;
+            let now = self.host.look()?;
             let same = now.id == self.domain.id && now.disks == self.domain.disks;
-            if same && Carried::read(&self.virsh, &self.domain)? == before {
+            if same && Carried::read(&*self.host, &self.domain)? == before {
                 return Ok((name, parts, before));
             }
             begun.pause()?;
@@ -147,23 +151,23 @@ impl Machine<'_> {
 
     /// The disks, each with the checkpoint from which its changes can be told.
     pub(super) fn parts(&self) -> Result<Vec<Part>> {
-        let checkpoints = self.virsh.checkpoints()?;
-        let (qemu, made) = (job::qemu(&self.domain), Made::of(self.state, &self.name));
+        let checkpoints = self.host.checkpoints()?;
+        let (qemu, made) = (self.host.qemu(&self.domain), Made::of(self.state, &self.name));
         let members = source::group_members(self.state, &self.group)?;
         let mut parts = Vec::new();
         for (target, image) in self.disks() {
-            let listed = listed(image);
-            let is_listed = listed.is_ok();
+            let cannot = self.host.cannot_follow(image);
+            let is_listed = cannot.is_none();
             let path = self.source_of(image, &members);
             let is_raw_device = is_raw_device(image);
-            let since = match listed {
-                Err(why) => self.tracked(&path, is_raw_device)?.unwrap_or(Err(because(why))),
-                Ok(()) => self.since(&path, &checkpoints)?.map(Basis::Checkpoint),
+            let since = match cannot {
+                Some(why) => self.tracked(&path, is_raw_device)?.unwrap_or(Err(because(why))),
+                None => self.since(&path, &checkpoints)?.map(Basis::Checkpoint),
             };
             let mark = qemu.as_ref().zip(image.index.as_ref()).map(|(qemu, index)| format!("{qemu}-{index}"));
             let since = match (since, &mark) {
                 (Ok(Basis::Checkpoint(since)), mark) => {
-                    let created = self.virsh.created(&since)?;
+                    let created = self.host.created(&since)?;
                     let both = mark.as_ref().zip(created.as_ref());
                     match both.is_some_and(|(mark, created)| made.has(&since, target, mark, created)) {
                         true => Ok(Basis::Checkpoint(since)),
@@ -219,7 +223,7 @@ impl Machine<'_> {
         };
         Ok(match moment.name.filter(|_| moment.elsewhere) {
             Some(name) if checkpoints.contains(&name) => Ok(name),
-            Some(name) => Err(because(&format!("libvirt has no checkpoint {name} any more"))),
+            Some(name) => Err(because(&format!("there is no checkpoint {name} any more"))),
             None => Err(because("its last sync was of a moment without a name")),
         })
     }
@@ -260,22 +264,4 @@ pub(super) fn is_raw_device(image: &Image) -> bool {
 
 fn because(why: &str) -> Untold {
     Untold::Because(why.to_owned())
-}
-
-/// Why libvirt keeps no checkpoint of a disk.
-fn listed(image: &Image) -> Result<(), &'static str> {
-    if !image.is_qcow2 {
-        return Err("a raw image, of which libvirt keeps no checkpoint");
-    }
-    if !image.beneath.is_empty() {
-        return Err("its image has another beneath, as after a snapshot");
-    }
-    let mut head = [0; HEAD];
-    let read = File::open(&image.path).and_then(|mut file| file.read_exact(&mut head));
-    match (read, head) {
-        (Ok(()), [b'Q', b'F', b'I', 0xfb, 0, 0, 0, 2]) => {
-            Err("a qcow2 image of version 2, which has no bitmaps")
-        }
-        _ => Ok(()),
-    }
 }

@@ -15,14 +15,16 @@ use source::{GroupHandle, Handle, SourceOptions, StateDir};
 use sync::{SyncError, ToldMember, VerifyOptions};
 
 use super::carry::Carried;
+use super::hypervisor::Which;
 use super::resting::record_of;
-use super::{How, Machine, Untold, virsh};
+use super::{How, Machine, Untold, hypervisor};
 use crate::args;
 use crate::commands::verify_command;
 use crate::failure::{self, DIFFERS, Failure};
 use crate::jobs::steering::Steering;
 use crate::output::Output;
 use crate::reach::location::{Ends, Location};
+use crate::terms::machine_name::MachineWord;
 use crate::terms::units;
 
 /// What the verification of a machine found, besides the summaries of its members.
@@ -52,22 +54,23 @@ struct Verification<'a> {
 
 /// Runs the command; its exit code, the worst of all members.
 pub(crate) fn verify(
-    name: &str,
+    named: MachineWord<'_>,
     args: &args::Verify,
     steering: &Steering,
     state: &StateDir,
     output: &Output,
 ) -> Result<u8> {
     check(args)?;
-    virsh::wait_for(args.far.timeout);
+    hypervisor::wait_for(args.far.timeout);
     let folder = Location::folder(&args.destination)?;
     let options =
         VerifyOptions { exact: true, ..verify_command::options(args, steering, folder.host.is_some()) };
-    let machine = Machine::find(name, (&args.machine, &args.open), state, output)?;
+    let machine = Machine::find(named, (&args.machine, &args.open), state, output)?;
     machine.refuse_unknown()?;
     let _lock = machine.lock()?;
     let (began, destination) = (Instant::now(), folder.place()?.1);
-    let found = Found { kind: "machine-verified", machine: name.into(), destination, ..Found::default() };
+    let name = machine.domain.name.clone();
+    let found = Found { kind: "machine-verified", machine: name.clone(), destination, ..Found::default() };
     let mut verification = Verification { machine, args, options, folder, found };
     let code = match verification.machine.domain.id {
         Some(_) => verification.running()?,
@@ -122,7 +125,7 @@ impl Verification<'_> {
         }
         if known.is_empty() {
             // What a killed run left is not to wait for a run that is not refused.
-            machine.job()?.end_left()?;
+            machine.job()?.end(Which::Ours)?;
             return Err(self.refuse_all());
         }
         let begun = machine.job()?.enter()?;
@@ -152,7 +155,7 @@ impl Verification<'_> {
 
     fn resting(&mut self) -> Result<u8> {
         let machine = &self.machine;
-        let before = Carried::read(&machine.virsh, &machine.domain)?;
+        let before = Carried::read(&*machine.host, &machine.domain)?;
         let members = source::group_members(machine.state, &machine.group)?;
         let (mut told, mut disks) = (Vec::new(), Vec::new());
         for (target, image) in machine.disks() {

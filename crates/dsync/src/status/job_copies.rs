@@ -14,7 +14,7 @@ use crate::jobs::job;
 use crate::reach::location::{Ends, Location};
 use crate::status::SourceStatus;
 use crate::status::local;
-use crate::terms::machine_name;
+use crate::terms::machine_name::{self, MachineWord};
 
 /// Where the units of a host keep their state.
 const STATE: &str = "/var/lib/dsync";
@@ -120,13 +120,14 @@ struct Aim<'a> {
 
 impl<'a> Aim<'a> {
     /// The machine whose disks are copied.
-    fn machine(&self) -> Option<&'a str> {
-        machine_name::named(self.source).filter(|_| self.is_group)
+    fn machine(&self) -> Option<MachineWord<'a>> {
+        MachineWord::read(self.source).filter(|_| self.is_group)
     }
 
     /// True if the members of this group are copied.
-    fn is_of(&self, group: &str) -> bool {
-        self.machine().map_or(group == self.source, |name| machine_name::is_group_of(name, group))
+    fn is_of(&self, group: &str, state: &StateDir) -> bool {
+        let is_its = |named: MachineWord<'_>| machine_name::is_group_of(&named.name(state), group);
+        self.machine().map_or(group == self.source, is_its)
     }
 
     /// `None` for a job that copies nothing.
@@ -143,7 +144,7 @@ impl<'a> Aim<'a> {
                 Some(Aim { command, source: group, destination: source, is_group: true, rpo })
             }
             (None, Some(destination)) => {
-                let is_group = machine_name::named(source).is_some();
+                let is_group = MachineWord::read(source).is_some();
                 Some(Aim { command, source, destination, is_group, rpo })
             }
             (None, None) => None,
@@ -211,7 +212,7 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
     if aim.is_group {
         let folder = Location::folder(aim.destination)?;
         let is_member =
-            |source: &&SourceStatus| source.group.as_ref().is_some_and(|group| aim.is_of(&group.name));
+            |source: &&SourceStatus| source.group.as_ref().is_some_and(|group| aim.is_of(&group.name, state));
         let mut copies = Vec::new();
         for member in known.sources.iter().filter(is_member) {
             let path = member.path.display().to_string();

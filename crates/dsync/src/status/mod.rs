@@ -30,7 +30,7 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::reach::location;
 use crate::status::membership::{GroupInfo, say_groups};
-use crate::terms::machine_name;
+use crate::terms::machine_name::{self, MachineWord};
 use crate::terms::units;
 use local::{LocalReplica, completion, made_elsewhere, say_readers};
 
@@ -190,9 +190,9 @@ pub(crate) fn nothing(state: &StateDir) -> String {
 /// Prints sources, trackers, and what each replica lacks.
 pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) -> Result<()> {
     let mut failed = Vec::new();
-    let machine = args.path.as_deref().and_then(machine_name::named);
+    let machine = args.path.as_deref().and_then(MachineWord::read).map(|named| named.name(state));
     let sources = match &args.path {
-        _ if machine.is_some() => machine_name::members(machine.unwrap_or_default(), state)?,
+        _ if machine.is_some() => machine_name::members(machine.as_deref().unwrap_or_default(), state)?,
         Some(what) => match state.source(what)? {
             Some(found) => vec![found],
             None if track::status(Some(Path::new(what)), output)? > 0 => return Ok(()),

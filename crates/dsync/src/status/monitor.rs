@@ -21,7 +21,8 @@ use crate::status::job_copies::{Fetch, JobCopy, Known};
 use crate::status::local::{LocalReplica, ROLES, STATES, made_elsewhere, path_of};
 use crate::status::membership::{self, DividedGroup};
 use crate::status::{Lacking, SourceStatus, first_copy, is_forgotten, missing, unreadable};
-use crate::terms::{machine_name, units};
+use crate::terms::machine_name::{self, MachineWord};
+use crate::terms::units;
 
 /// What this host knows of sources and replicas.
 #[derive(Default)]
@@ -62,8 +63,8 @@ impl Inventory {
         };
         let all = replicas()?;
         found.follow = follow(&all);
-        if let Some(name) = machine_name::named(what) {
-            found.read_machine(name, &all, state)?;
+        if let Some(named) = MachineWord::read(what) {
+            found.read_machine(&named.name(state), &all, state)?;
             return Ok(found);
         }
         let path = path_of(what)?;

@@ -1,6 +1,9 @@
-//! `vm:NAME`, a virtual machine of libvirt, where a source or a destination may stand.
+//! `vm:NAME`, a virtual machine, where a source or a destination may stand; and `qemu:SOCKET`, one that QEMU alone runs, by its monitor.
 
-use std::path::PathBuf;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
 
 use source::{SourceMembership, SourceMetadata, StateDir};
 
@@ -9,8 +12,73 @@ use crate::failure::Failure;
 /// What the name of a machine follows.
 const PREFIX: &str = "vm:";
 
-/// The machine that is meant by a word, which is a path of the host `vm` if it has a slash.
-pub(crate) fn named(word: &str) -> Option<&str> {
+/// What the socket of a monitor follows.
+const MONITOR: &str = "qemu:";
+
+/// A machine, as its user names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MachineWord<'a> {
+    /// By its name.
+    Name(&'a str),
+    /// By the socket of the monitor of its QEMU.
+    Monitor(&'a Path),
+}
+
+impl<'a> MachineWord<'a> {
+    /// The machine that is meant by a word. What has a slash is a path of the host `vm`; a monitor is an absolute path, or one that begins with a dot.
+    pub(crate) fn read(word: &'a str) -> Option<MachineWord<'a>> {
+        let socket = word.strip_prefix(MONITOR).filter(|path| path.starts_with(['/', '.']));
+        named(word).map(MachineWord::Name).or(socket.map(|path| MachineWord::Monitor(path.as_ref())))
+    }
+
+    /// Its name. Of a monitor that is not known it is the path.
+    pub(crate) fn name(self, state: &StateDir) -> String {
+        match self {
+            MachineWord::Name(name) => name.to_owned(),
+            MachineWord::Monitor(socket) => {
+                let is_it =
+                    |known: &Monitored| std::path::absolute(socket).is_ok_and(|is| known.monitor == is);
+                let known = definitions::<Monitored>(state).into_iter().map(|(_, known)| known).find(is_it);
+                known.map_or_else(|| socket.display().to_string(), |known| known.name)
+            }
+        }
+    }
+}
+
+impl fmt::Display for MachineWord<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            MachineWord::Name(name) => write!(f, "{PREFIX}{name}"),
+            MachineWord::Monitor(socket) => write!(f, "{MONITOR}{}", socket.display()),
+        }
+    }
+}
+
+/// What is known of a machine that QEMU alone runs.
+#[derive(Debug, Deserialize)]
+struct Monitored {
+    name: String,
+    /// The socket of its monitor.
+    monitor: PathBuf,
+}
+
+/// What the definitions of the machines that QEMU alone runs say, with their plain names. What cannot be read is none.
+pub(crate) fn definitions<T: serde::de::DeserializeOwned>(state: &StateDir) -> Vec<(String, T)> {
+    let files = std::fs::read_dir(state.machines_folder()).into_iter().flatten().flatten();
+    let read = |path: PathBuf| {
+        let plain = path.file_name()?.to_str()?.strip_suffix(".json")?.to_owned();
+        Some((plain, serde_json::from_slice(&std::fs::read(&path).ok()?).ok()?))
+    };
+    files.filter_map(|file| read(file.path())).collect()
+}
+
+/// The socket of the monitor of the machine that was synced under this name; `None` if it was not, or libvirt runs it.
+pub(crate) fn monitor_of(name: &str, state: &StateDir) -> Option<PathBuf> {
+    let known = definitions::<Monitored>(state).into_iter();
+    known.filter(|(plain, _)| is_group_of(name, &group(plain))).map(|(_, known)| known.monitor).next()
+}
+
+fn named(word: &str) -> Option<&str> {
     word.strip_prefix(PREFIX).filter(|name| !name.is_empty() && !name.contains('/'))
 }
 
@@ -86,7 +154,7 @@ fn unknown(name: &str) -> Failure {
     ))
 }
 
-/// Refuses to demote the group of a machine: what runs it then is libvirt of the other host.
+/// Refuses to demote the group of a machine: what runs it then is the other host.
 ///
 /// # Errors
 /// That.
@@ -111,7 +179,7 @@ pub(crate) fn refuse_demotion(group: &str, state: &StateDir) -> Result<(), anyho
 pub(crate) fn refuse_name(word: &str) -> Result<(), Failure> {
     named(word).map_or(Ok(()), |name| {
         Err(Failure::usage(format!(
-            "vm:{name} is a VM of libvirt, which is not taken here: give its disks and replicas by their paths, which \"dsync status vm:{name}\" lists, or its \
+            "vm:{name} is a VM, which is not taken here: give its disks and replicas by their paths, which \"dsync status vm:{name}\" lists, or its \
              group. A path on a host that is called vm is ssh://vm/~/{name}"
         )))
     })
@@ -124,7 +192,7 @@ pub(crate) fn refuse_name(word: &str) -> Result<(), Failure> {
 pub(crate) fn refuse_options(given: bool) -> Result<(), Failure> {
     match given {
         false => Ok(()),
-        true => Err(Failure::usage("--without and --scratch are for vm:NAME as the source: omit them")),
+        true => Err(Failure::usage("--without and --scratch are for a VM as the source: omit them")),
     }
 }
 
@@ -155,8 +223,20 @@ mod tests {
             assert_eq!(named(word), name);
             assert!(refuse_name(word).is_err());
         }
-        for path in ["vm", "vm:", "vm:/srv/a.raw", "vm:~/a.raw", "/vm:a", "ssh://vm/a", "vm2:a"] {
-            assert_eq!(named(path), None, "{path}");
+        assert_eq!(MachineWord::read("qemu:/run/a"), Some(MachineWord::Monitor(Path::new("/run/a"))));
+        for path in [
+            "vm",
+            "vm:",
+            "vm:/srv/a.raw",
+            "qemu:",
+            "qemu:a.raw",
+            "qemu",
+            "vm:~/a.raw",
+            "/vm:a",
+            "ssh://vm/a",
+            "vm2:a",
+        ] {
+            assert_eq!(MachineWord::read(path), None, "{path}");
         }
     }
 }

@@ -5,16 +5,16 @@ use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::Duration;
 
 use roxmltree::{Document, Node};
 use rustix::fs::MemfdFlags;
+use serde_json::Value;
 
 use super::child as process;
-use super::domain::child;
+use super::xml::child;
 use crate::failure::Failure;
+use crate::machine::hypervisor::patience;
 use crate::terms::units;
 
 const INSTALL: &str =
@@ -22,13 +22,8 @@ const INSTALL: &str =
 /// What it says of a domain that has no backup job.
 const NO_JOB: [&str; 2] = ["no domain backup job", "domain is not running"];
 
-/// Sets how long libvirt has for an answer, if its user says so.
-pub(super) fn wait_for(limit: Option<Duration>) {
-    limit.map(|limit| PATIENCE.set(limit));
-}
-
 /// A domain of libvirt, by its UUID.
-pub(super) struct Virsh {
+pub(in crate::machine) struct Virsh {
     domain: String,
 }
 
@@ -36,7 +31,7 @@ pub(super) struct Virsh {
 ///
 /// # Errors
 /// If there is none, and if libvirt cannot be asked.
-pub(super) fn look_up(name: &str) -> Result<String, Failure> {
+pub(in crate::machine) fn look_up(name: &str) -> Result<String, Failure> {
     let uri = std::env::var("LIBVIRT_DEFAULT_URI").unwrap_or_default();
     let host = uri.split_once("://").and_then(|(_, rest)| rest.split('/').next());
     if host.is_some_and(|host| !host.is_empty()) {
@@ -58,7 +53,7 @@ pub(super) fn look_up(name: &str) -> Result<String, Failure> {
 ///
 /// # Errors
 /// If libvirt cannot be asked.
-pub(super) fn seek(name: &str) -> Result<Option<String>, Failure> {
+pub(in crate::machine) fn seek(name: &str) -> Result<Option<String>, Failure> {
     match virsh("dumpxml", &[&format!("--domain={name}")], Stdio::null())? {
         Ok(text) => Ok(Some(text)),
         Err(why) if why.contains("failed to get domain") => Ok(None),
@@ -67,14 +62,14 @@ pub(super) fn seek(name: &str) -> Result<Option<String>, Failure> {
 }
 
 /// The names of all domains, if libvirt tells them.
-pub(super) fn names() -> Vec<String> {
+pub(in crate::machine) fn names() -> Vec<String> {
     let said =
         virsh("list", &["--all", "--name"], Stdio::null()).ok().and_then(Result::ok).unwrap_or_default();
     said.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
 /// The user and the group that run QEMU, as numbers; `None` where libvirt does not tell.
-pub(super) fn owner_of_qemu() -> Option<(u32, u32)> {
+pub(in crate::machine) fn owner_of_qemu() -> Option<(u32, u32)> {
     owner(&virsh("capabilities", &[], Stdio::null()).ok()?.ok()?)
 }
 
@@ -89,14 +84,9 @@ fn owner(capabilities: &str) -> Option<(u32, u32)> {
     Some((number(user)?, number(group)?))
 }
 
-/// How long libvirt has for an answer.
-pub(super) fn patience() -> Duration {
-    *PATIENCE.get().unwrap_or(&ANSWERS_WITHIN)
-}
-
 impl Virsh {
     /// The domain with this UUID or name.
-    pub(super) fn of(uuid: &str) -> Virsh {
+    pub(in crate::machine) fn of(uuid: &str) -> Virsh {
         Virsh { domain: format!("--domain={uuid}") }
     }
 
@@ -108,7 +98,7 @@ impl Virsh {
     ///
     /// # Errors
     /// What virsh says.
-    pub(super) fn text(&self) -> Result<String, Failure> {
+    pub(in crate::machine) fn text(&self) -> Result<String, Failure> {
         self.ask("dumpxml", &[])?.map_err(|why| failed("tell how the VM runs", &why))
     }
 
@@ -116,7 +106,7 @@ impl Virsh {
     ///
     /// # Errors
     /// What virsh says.
-    pub(super) fn condition(&self) -> Result<String, Failure> {
+    pub(in crate::machine) fn condition(&self) -> Result<String, Failure> {
         let said = self.ask("domstate", &["--reason"])?;
         said.map(|text| text.trim().to_owned()).map_err(|why| failed("tell whether the VM runs", &why))
     }
@@ -125,16 +115,26 @@ impl Virsh {
     ///
     /// # Errors
     /// What virsh says.
-    pub(super) fn definition(&self) -> Result<String, Failure> {
+    pub(in crate::machine) fn definition(&self) -> Result<String, Failure> {
         let said = self.ask("dumpxml", &["--inactive", "--security-info"])?;
         said.map_err(|why| failed("give the definition of the VM", &why))
+    }
+
+    /// The version of its QEMU, as that tells it; `None` if it does not.
+    ///
+    /// # Errors
+    /// If libvirt does not answer.
+    pub(in crate::machine) fn version(&self) -> Result<Option<Value>, Failure> {
+        let said = self.ask("qemu-monitor-command", &["--cmd", r#"{"execute":"query-version"}"#])?;
+        let said = said.ok().and_then(|text| serde_json::from_str::<Value>(&text).ok());
+        Ok(said.map(|mut said| said["return"].take()))
     }
 
     /// The names of its checkpoints.
     ///
     /// # Errors
     /// What virsh says.
-    pub(super) fn checkpoints(&self) -> Result<Vec<String>, Failure> {
+    pub(in crate::machine) fn checkpoints(&self) -> Result<Vec<String>, Failure> {
         let said = self.ask("checkpoint-list", &["--name"])?;
         let said = said.map_err(|why| failed("list the checkpoints of the VM", &why))?;
         Ok(said.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect())
@@ -144,7 +144,7 @@ impl Virsh {
     ///
     /// # Errors
     /// If libvirt does not answer.
-    pub(super) fn created(&self, checkpoint: &str) -> Result<Option<String>, Failure> {
+    pub(in crate::machine) fn created(&self, checkpoint: &str) -> Result<Option<String>, Failure> {
         let word = format!("--checkpointname={checkpoint}");
         let Ok(text) = self.ask("checkpoint-dumpxml", &["--no-domain", &word])? else { return Ok(None) };
         let document = Document::parse(&text).ok();
@@ -157,7 +157,7 @@ impl Virsh {
     ///
     /// # Errors
     /// What virsh says.
-    pub(super) fn job(&self) -> Result<Option<String>, Failure> {
+    pub(in crate::machine) fn job(&self) -> Result<Option<String>, Failure> {
         match self.ask("backup-dumpxml", &[])? {
             Ok(text) => Ok(Some(text)),
             Err(why) if NO_JOB.iter().any(|none| why.contains(none)) => Ok(None),
@@ -170,7 +170,7 @@ impl Virsh {
     ///
     /// # Errors
     /// An inner `Err` is why libvirt refuses it.
-    pub(super) fn begin(
+    pub(in crate::machine) fn begin(
         &self,
         backup: &str,
         checkpoint: Option<&str>,
@@ -188,7 +188,7 @@ impl Virsh {
     ///
     /// # Errors
     /// An inner `Err` is what libvirt says, also if the job has ended.
-    pub(super) fn abort(&self) -> Result<Result<String, String>, Failure> {
+    pub(in crate::machine) fn abort(&self) -> Result<Result<String, String>, Failure> {
         self.ask("domjobabort", &[])
     }
 
@@ -196,7 +196,7 @@ impl Virsh {
     ///
     /// # Errors
     /// An inner `Err` is what libvirt says, also if it has ended.
-    pub(super) fn destroy(&self) -> Result<Result<String, String>, Failure> {
+    pub(in crate::machine) fn destroy(&self) -> Result<Result<String, String>, Failure> {
         self.ask("destroy", &[])
     }
 
@@ -204,7 +204,10 @@ impl Virsh {
     ///
     /// # Errors
     /// An inner `Err` is why it is not deleted.
-    pub(super) fn delete_checkpoint(&self, name: &str) -> Result<Result<String, String>, Failure> {
+    pub(in crate::machine) fn delete_checkpoint(
+        &self,
+        name: &str,
+    ) -> Result<Result<String, String>, Failure> {
         let word = format!("--checkpointname={name}");
         match self.ask("checkpoint-delete", &[&word])? {
             // Where QEMU was killed, only the name is left.
@@ -234,15 +237,11 @@ fn failed(what: &str, why: &str) -> Failure {
     Failure::failed(format!("libvirt does not {what}: {why}"))
 }
 
-/// How long libvirt has for an answer.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 /// How many times as long it has for what takes its time: it merges bitmaps as a checkpoint goes, and QEMU makes a file for each disk as a job begins.
 const ACTS: u32 = 5;
 /// How many times less once it has not answered: what is tidied up then does not wait as long again.
 const HURRY: u32 = 12;
 
-/// The first of these, where its user has set it.
-static PATIENCE: OnceLock<Duration> = OnceLock::new();
 /// It has not answered in time, and not since.
 static HANGS: AtomicBool = AtomicBool::new(false);
 
@@ -281,7 +280,7 @@ fn virsh(command: &str, words: &[&str], stdin: Stdio) -> Result<Result<String, S
 }
 
 /// A text as it stands in an attribute or between tags.
-pub(super) fn quoted(text: &str) -> String {
+pub(in crate::machine) fn quoted(text: &str) -> String {
     let mut quoted = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
@@ -297,7 +296,7 @@ pub(super) fn quoted(text: &str) -> String {
 }
 
 /// Quotes a path for XML.
-pub(super) fn quoted_path(path: &Path) -> String {
+pub(in crate::machine) fn quoted_path(path: &Path) -> String {
     quoted(&path.to_string_lossy())
 }
 
