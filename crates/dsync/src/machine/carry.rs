@@ -8,48 +8,15 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 use source::StateDir;
 
+use super::definition::Definition;
 use super::domain::Domain;
 use super::hypervisor::Hypervisor;
-use super::qemu::QemuDefinition;
 use crate::failure::Failure;
 
 /// The definition's file has a multiple of these bytes, so that it seldom changes its size.
 const STEP: usize = 64 << 10;
-/// Begins the line behind the definition that says which replica each disk is.
-pub(super) const DISKS: &str = "dsync-disks";
 /// There are passwords in it.
 const MODE: u32 = 0o600;
-
-/// What it takes to start a machine elsewhere.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Definition {
-    /// The XML of libvirt.
-    Libvirt(String),
-    /// The command line of its QEMU.
-    Qemu(QemuDefinition),
-}
-
-impl Definition {
-    /// The file in which it is kept, for a machine with this plain name.
-    fn file(&self, state: &StateDir, name: &str) -> PathBuf {
-        let [xml, json, ..] = files(state, name);
-        match self {
-            Definition::Libvirt(_) => xml,
-            Definition::Qemu(_) => json,
-        }
-    }
-
-    /// Its text, which says of each disk, by its target, which replica is that: another disk may have that target some day.
-    fn text(&self, disks: &[(String, String)]) -> String {
-        match self {
-            Definition::Libvirt(text) => {
-                let disks: String = disks.iter().map(|(target, file)| format!(" {target}={file}")).collect();
-                format!("{}\n<?{DISKS}{disks}?>", text.trim_end())
-            }
-            Definition::Qemu(definition) => definition.text(disks),
-        }
-    }
-}
 
 /// The definition of a machine, its NVRAM and the state of its TPM, as of one moment.
 #[derive(Debug, PartialEq, Eq)]
@@ -98,7 +65,8 @@ impl Carried {
             move |error: io::Error| Failure::failed(format!("{text}: {error}"))
         };
         device::Dir::open(&folder).map_err(failed(&folder))?;
-        let (path, [_, _, of_nvram, of_tpm]) = (self.definition.file(state, name), files(state, name));
+        let [xml, json, of_nvram, of_tpm] = files(state, name);
+        let path = if let Definition::Libvirt(_) = self.definition { xml } else { json };
         let was = path.metadata().map_or(0, |file| file.len() as usize);
         put(&path, &padded(&self.definition.text(disks), was)).map_err(failed(&path))?;
         let mut paths = vec![path];

@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result};
 use roxmltree::{Document, Node};
 
 use super::carry;
+use super::definition::DISKS;
 use super::libvirt::virsh::{quoted, quoted_path};
 use super::libvirt::xml::{self, child, children};
 use crate::failure::Failure;
@@ -78,8 +79,7 @@ impl<'a> CarriedFiles<'a> {
     /// Takes from the text of the definition which replica each disk is.
     pub(super) fn assign(&mut self, text: &str) {
         let Ok(document) = Document::parse(text) else { return };
-        let said =
-            document.root().children().find_map(|node| node.pi().filter(|pi| pi.target == carry::DISKS));
+        let said = document.root().children().find_map(|node| node.pi().filter(|pi| pi.target == DISKS));
         let pairs = said.and_then(|said| said.value).map(|value| value.split_whitespace());
         self.disks = pairs.map(|pairs| {
             let pair =
@@ -150,7 +150,7 @@ pub(super) fn with_images<'a>(
 ) -> Result<Defined, String> {
     let document = Document::parse(text).map_err(|error| error.to_string())?;
     let root = document.root_element();
-    let own = document.root().children().filter(|node| node.pi().is_some_and(|pi| pi.target == carry::DISKS));
+    let own = document.root().children().filter(|node| node.pi().is_some_and(|pi| pi.target == DISKS));
     let mut edits: Vec<Edit> = own.map(|node| (node.range(), String::new())).collect();
     let mut left = Vec::new();
     for disk in child(root, "devices").iter().flat_map(|devices| children(*devices, "disk")) {

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::carry::Definition;
+use super::definition::Definition;
 use super::domain::{Domain, Image};
-use super::job::Part;
+use super::part::Part;
 use crate::failure::Failure;
 
 /// A machine, of whoever runs it.
@@ -92,9 +92,9 @@ pub(super) fn closes_safely(version: &Value) -> bool {
 /// Which jobs are meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Which {
-    /// That of this run.
+    /// Of this run alone.
     Own,
-    /// That of any run, also one that was killed.
+    /// All of dsync, also of a run that was killed.
     Ours,
 }
 

@@ -8,6 +8,7 @@
 
 mod carry;
 mod define;
+mod definition;
 mod domain;
 mod forget;
 mod hypervisor;
@@ -15,6 +16,7 @@ mod job;
 mod libvirt;
 mod made;
 mod mirror;
+mod part;
 mod qemu;
 mod rehearse;
 mod rehearsed;

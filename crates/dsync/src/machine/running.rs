@@ -11,8 +11,9 @@ use sync::{CutHook as _, ToldMember};
 
 use super::carry::Carried;
 use super::domain::Image;
-use super::job::{Basis, Begun, Job, Part, name_at};
+use super::job::{Begun, Job, name_at};
 use super::made::Made;
+use super::part::{Basis, Part};
 use super::{How, Machine, Pushed, Untold, assigned};
 use crate::commands::group_command::GroupSync;
 use crate::commands::sync_command::TRACKED;

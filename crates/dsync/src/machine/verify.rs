@@ -129,7 +129,7 @@ impl Verification<'_> {
             return Err(self.refuse_all());
         }
         let begun = machine.job()?.enter()?;
-        let wanted = |part: &super::job::Part| known.contains(&part.target);
+        let wanted = |part: &super::part::Part| known.contains(&part.target);
         let (name, mut parts, _) = machine.begin_held(&begun, wanted)?;
         let shown = |part| machine.shown(part, &begun, &name);
         let mut members = parts.iter().map(shown).collect::<Result<Vec<_>>>()?;

@@ -18,10 +18,10 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use super::carry::Definition;
+use super::definition::Definition;
 use super::domain::{Domain, Image};
 use super::hypervisor::{Backup, Hypervisor, Which, closes_safely};
-use super::job::{Basis, ENDS_WITHIN, LOOK_EVERY, OURS, Part};
+use super::part::{Basis, ENDS_WITHIN, LOOK_EVERY, OURS, Part};
 use crate::failure::Failure;
 use virsh::{Virsh, quoted, quoted_path};
 

@@ -21,7 +21,7 @@ use super::disks::{self, Node};
 use super::qmp::Qmp;
 use crate::failure::Failure;
 use crate::machine::hypervisor::{Backup, Which};
-use crate::machine::job::{Basis, ENDS_WITHIN, LOOK_EVERY, OURS, Part};
+use crate::machine::part::{Basis, ENDS_WITHIN, LOOK_EVERY, OURS, Part};
 
 /// The most blocks of a bitmap: it has at most 32 MiB.
 const MOST_BLOCKS: u64 = 1 << 28;

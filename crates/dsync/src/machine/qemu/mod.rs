@@ -5,8 +5,8 @@
 //! - *A machine is off* when nobody listens at its monitor. Which disks it has is known then from its last sync.
 
 mod backup;
-mod definition;
 mod disks;
+mod process;
 mod qmp;
 
 use std::collections::BTreeSet;
@@ -16,14 +16,14 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use source::StateDir;
 
-use super::carry::{self, Definition};
+use super::carry;
+use super::definition::{Definition, QemuDefinition};
 use super::domain::{Domain, Image};
 use super::hypervisor::{Backup, Hypervisor, closes_safely};
-use super::job::OURS;
+use super::part::OURS;
 use crate::failure::Failure;
 use crate::terms::machine_name;
 use backup::QemuJob;
-pub(super) use definition::QemuDefinition;
 use qmp::Qmp;
 
 /// A machine at the monitor of its QEMU.
@@ -107,8 +107,8 @@ impl Monitor {
                 self.socket.display()
             ))
         };
-        let id = definition::process_id(qmp.pid).map_err(unread)?;
-        let (_, folder) = definition::command_line(qmp.pid).map_err(unread)?;
+        let id = process::process_id(qmp.pid).map_err(unread)?;
+        let (_, folder) = process::command_line(qmp.pid).map_err(unread)?;
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let named = text(&qmp.tell("query-name", json!({}))?["name"]).filter(|name| !name.is_empty());
         let stem = || self.socket.file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -196,7 +196,7 @@ impl Hypervisor for Monitor {
             return Ok(Definition::Qemu(kept.without_replicas()));
         };
         let domain = self.look_at(&mut qmp)?;
-        let (command_line, folder) = definition::command_line(qmp.pid).map_err(|error| {
+        let (command_line, folder) = process::command_line(qmp.pid).map_err(|error| {
             Failure::failed(format!("cannot read the command line of {}: {error}", domain.name))
         })?;
         Ok(Definition::Qemu(QemuDefinition {
@@ -227,7 +227,7 @@ impl Hypervisor for Monitor {
         let is_there =
             Monitor::bitmaps(&mut qmp)?.iter().any(|(_, names)| names.iter().any(|n| n == checkpoint));
         // None of its name was there before: it ends with the QEMU.
-        Ok(if is_there { definition::process_id(qmp.pid).ok() } else { None })
+        Ok(if is_there { process::process_id(qmp.pid).ok() } else { None })
     }
 
     fn delete_checkpoint(&self, name: &str) -> Result<Result<(), String>, Failure> {

@@ -1,16 +1,41 @@
-//! What it takes to start a machine elsewhere that QEMU alone runs: its command line, and which replica each disk is. It is kept as JSON beside the
-//! disks, and tells of a machine that is off which disks it has.
+//! What it takes to start a machine elsewhere: the XML of libvirt, or the command line of its QEMU, and which replica each disk is. It is kept beside the
+//! disks. The second, which is JSON, tells of a machine that is off which disks it has.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::machine::domain::{Answer, Disk, Domain, Image};
+use super::domain::{Answer, Disk, Domain, Image};
+
+/// Begins the line behind the XML that says which replica each disk is.
+pub(super) const DISKS: &str = "dsync-disks";
+
+/// What it takes to start a machine elsewhere.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Definition {
+    /// The XML of libvirt.
+    Libvirt(String),
+    /// The command line of its QEMU.
+    Qemu(QemuDefinition),
+}
+
+impl Definition {
+    /// Its text, which says of each disk, by its target, which replica is that: another disk may have that target some day.
+    pub(super) fn text(&self, disks: &[(String, String)]) -> String {
+        match self {
+            Definition::Libvirt(text) => {
+                let disks: String = disks.iter().map(|(target, file)| format!(" {target}={file}")).collect();
+                format!("{}\n<?{DISKS}{disks}?>", text.trim_end())
+            }
+            Definition::Qemu(definition) => definition.text(disks),
+        }
+    }
+}
 
 /// A machine, as QEMU was started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::machine) struct QemuDefinition {
+pub(super) struct QemuDefinition {
     pub name: String,
     pub uuid: String,
     /// The socket of its monitor.
@@ -24,7 +49,7 @@ pub(in crate::machine) struct QemuDefinition {
 
 /// A disk of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::machine) struct QemuDisk {
+pub(super) struct QemuDisk {
     pub path: PathBuf,
     pub is_qcow2: bool,
     /// The images beneath its own, from above.
@@ -84,40 +109,13 @@ impl QemuDefinition {
     }
 
     /// Its text, with the replica of each disk, by its target.
-    pub(in crate::machine) fn text(&self, replicas: &[(String, String)]) -> String {
+    pub(super) fn text(&self, replicas: &[(String, String)]) -> String {
         let mut definition = self.clone();
         for (target, file) in replicas {
             definition.disks.entry(target.clone()).and_modify(|disk| disk.replica = Some(file.clone()));
         }
         serde_json::to_string_pretty(&definition).unwrap_or_default()
     }
-}
-
-/// The command line of a process, and its folder.
-///
-/// # Errors
-/// If they cannot be read.
-pub(super) fn command_line(pid: u32) -> std::io::Result<(Vec<String>, PathBuf)> {
-    let process = Path::new("/proc").join(pid.to_string());
-    let words = std::fs::read(process.join("cmdline"))?;
-    let words = words.strip_suffix(&[0]).unwrap_or(&words).split(|byte| *byte == 0);
-    let words = words.map(|word| String::from_utf8_lossy(word).into_owned()).collect();
-    Ok((words, std::fs::read_link(process.join("cwd"))?))
-}
-
-/// Names a process, of all that this host will ever have: by its number, and when it was started since the host was.
-///
-/// # Errors
-/// If that cannot be read.
-pub(super) fn process_id(pid: u32) -> std::io::Result<String> {
-    let said = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // Behind its name, which may have any characters in it; the twentieth number from there.
-    let behind = said.rsplit_once(") ").map(|(_, behind)| behind);
-    let began = behind.and_then(|behind| behind.split(' ').nth(19));
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
-    began
-        .map(|began| format!("{pid}-{began}-{}", boot.trim()))
-        .ok_or_else(|| std::io::ErrorKind::InvalidData.into())
 }
 
 #[cfg(test)]
@@ -144,17 +142,5 @@ mod tests {
         let rests = definition.at_rest();
         assert!(rests.id.is_none() && rests.followed().count() == 2);
         assert!(definition.has_any_of(&rests));
-    }
-
-    #[test]
-    fn a_process_is_named_once() {
-        let own = process_id(std::process::id()).unwrap();
-        assert_eq!(own, process_id(std::process::id()).unwrap());
-        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
-        assert_ne!(process_id(child.id()).unwrap(), own);
-        let (words, _) = command_line(child.id()).unwrap();
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert_eq!(words, ["sleep", "600"]);
     }
 }
