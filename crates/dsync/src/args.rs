@@ -113,6 +113,8 @@ pub(crate) enum Command {
         and send the differences\n  \
         dsync sync vm:web1 backup:/srv/vms/\n      \
         a VM of libvirt, with all its disks and its definition\n  \
+        dsync sync qemu:/run/web1.qmp backup:/srv/vms/\n      \
+        a VM without libvirt, by the monitor of its QEMU\n  \
         dsync sync --group db backup:/srv\n      \
         all disks of a group, as they were at one moment\n\n\
         One end may be on another host, where dsync is installed too. A path with a slash before its colon \
@@ -616,11 +618,11 @@ impl ToldArgs {
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct MachineArgs {
-    /// With vm:NAME, leave out this disk of the VM, by its target such as vdb; may be repeated
+    /// With a VM, leave out this disk, by its target such as vdb; may be repeated
     #[arg(long, value_name = "DISK", value_parser = NonEmptyStringValueParser::new())]
     pub without: Vec<String>,
-    /// With vm:NAME, the folder in which QEMU keeps what the VM overwrites meanwhile [default: the folder of this QEMU in
-    /// /var/lib/libvirt/qemu]
+    /// With a VM, the folder in which QEMU keeps what the VM overwrites meanwhile [default: the folder of this QEMU in
+    /// /var/lib/libvirt/qemu; without libvirt the state directory]
     #[arg(long, value_name = "DIR")]
     pub scratch: Option<PathBuf>,
 }
@@ -916,7 +918,8 @@ pub(crate) struct IntervalArgs {
 /// `mirror`.
 #[derive(Debug, Args)]
 pub(crate) struct MirrorArgs {
-    /// Served image or its export name, or a tracked device; vm:NAME for a VM of libvirt on this host, with all its disks
+    /// Served image or its export name, or a tracked device; vm:NAME for a VM on this host with all its disks, as libvirt calls it; qemu:SOCKET for one
+    /// without libvirt, by its QMP monitor
     #[arg(value_name = "SRC", value_parser = NonEmptyStringValueParser::new())]
     pub source: String,
     /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With vm:NAME, and with --group, which has no SRC, the folder of the replicas
@@ -988,7 +991,8 @@ impl From<StagesArg> for Stages {
 /// More than fifteen fields: they are the options of the command.
 #[derive(Debug, Args)]
 pub(crate) struct Sync {
-    /// Image, block device, or export name, on this host or on another; vm:NAME for a VM of libvirt on this host, with all its disks
+    /// Image, block device, or export name, on this host or on another; vm:NAME for a VM on this host with all its disks, as libvirt calls it; qemu:SOCKET for one
+    /// without libvirt, by its QMP monitor
     #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
     /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With vm:NAME, and with --group, which has no SRC, the folder of the replicas
@@ -1264,7 +1268,7 @@ pub(crate) enum With {
 /// `status`.
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
-    /// A source, a replica, or a VM of libvirt as vm:NAME, in detail [default: a table of all that this host knows; in detail with -v]
+    /// A source, a replica, or a VM as vm:NAME, in detail [default: a table of all that this host knows; in detail with -v]
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub path: Option<String>,
     /// Print one line per problem, or "OK"; the exit code is 1 if there is a problem
@@ -1328,7 +1332,7 @@ pub(crate) struct CheckpointArgs {
 /// `forget`.
 #[derive(Debug, Args)]
 pub(crate) struct Forget {
-    /// Source, by path, export name or id; vm:NAME for all disks of a VM of libvirt; or a replica on this host
+    /// Source, by path, export name or id; vm:NAME for all disks of a VM; or a replica on this host
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub what: String,
     /// Forget only this replica or checkpoint of the source, as "dsync status" names it; with vm:NAME, the folder of its replicas
@@ -1418,7 +1422,8 @@ pub(crate) struct Combine {
 pub(crate) struct Verify {
     #[command(flatten)]
     pub job: JobArg,
-    /// Image, block device, or export name, on this host or on another; vm:NAME for a VM of libvirt on this host, with all its disks
+    /// Image, block device, or export name, on this host or on another; vm:NAME for a VM on this host with all its disks, as libvirt calls it; qemu:SOCKET for one
+    /// without libvirt, by its QMP monitor
     #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
     /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With vm:NAME, the folder of the replicas
