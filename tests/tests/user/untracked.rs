@@ -654,3 +654,50 @@ fn a_disk_resized_while_it_is_served_is_told_of() {
     server.stop();
     scene.equal();
 }
+
+/// The replica's journal holds what was found so far: only what changed there since is sent, and only the rest compared. After another gap, and in place,
+/// it begins anew.
+#[test]
+fn a_comparison_that_is_cut_off_goes_on() {
+    let mut scene = Scene::synced_in_memory("a comparison that is cut off", 64 * MIB);
+    let far = Far::in_memory(RSH);
+    far.sync(&scene, &[], None).ok();
+    let mut random = scene.random.clone();
+    let mut went_on = 0;
+    for round in 0..rounds(6, 120) {
+        let commit = if round > 0 && random.one_in(6) { "in-place" } else { "journal" };
+        let sync = |scene: &Scene, cut: Option<u64>| far.sync(scene, &["--commit", commit], cut);
+        // Differences all over, of which the server knows nothing.
+        scene.stop();
+        std::thread::sleep(Duration::from_millis(50));
+        for at in 0..1024 {
+            image::scribble(&scene.image, at * 16 * BLOCK, BLOCK, &mut random);
+        }
+        scene.start();
+        let mut is_cut = false;
+        for _ in 0..1 + random.below(4) {
+            let cut = if round == 0 { 2 * MIB } else { random.below(4 * MIB) };
+            is_cut = !sync(&scene, Some(cut)).output().status.success();
+            let mut client = scene.client();
+            for _ in 0..random.below(40) {
+                let content = vec![random.below(256) as u8; BLOCK as usize];
+                client.write(random.below(64 * MIB / BLOCK) * BLOCK, &content).expect("a write");
+            }
+            drop(client);
+            if round > 0 && random.one_in(4) {
+                is_cut = false;
+                lose_track(&mut scene, random.below(64) * MIB, BLOCK);
+            }
+        }
+        let summary = sync(&scene, None).ok().summary();
+        image::assert_equal(&scene.image, &far.replica());
+        let goes_on = summary["resumed"] == true && summary["method"] == "compare";
+        println!("round {round}: {commit}, {}, resumed: {}", summary["trust"], summary["resumed"]);
+        assert!(!goes_on || (is_cut && commit == "journal"), "{summary}");
+        if goes_on {
+            went_on += 1;
+            assert!(number(&summary, "bytes_read") < 64 * MIB, "{summary}");
+        }
+    }
+    assert!(went_on > 0, "none went on");
+}

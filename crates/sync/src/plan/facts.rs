@@ -77,12 +77,33 @@ pub(crate) fn facts<'a>(
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
         size: disk.len(),
         empty: matches!(disk.allocated(0), Ok(None)),
+        compared: match knowledge {
+            Knowledge::Lost(_) if !options.overwrites() && !options.adopt => compared(handle, status),
+            _ => Vec::new(),
+        },
         history: knowledge,
         bookmark: handle
             .bookmarks()?
             .named(&bookmark(name, status, &options.way))
             .map(|(_, known)| known.clone()),
     })
+}
+
+/// The parts that an interrupted comparison has brought to an epoch of which it is known what changed since. They are all that the journal has: behind them
+/// what lies at the destination is compared, which what the journal has there would overwrite. Of a replica that others have changed, or that is unsure of
+/// some of its blocks, there are none.
+fn compared(handle: &Handle, status: &StatusReply) -> Vec<KnownPosition> {
+    let replica = &status.replica;
+    let is_plain = replica.changed.is_none() && replica.unsure.is_empty() && replica.role.demoted.is_none();
+    let Some((_, received)) =
+        replica.positions.split_last().filter(|_| replica.resumes.is_some() && is_plain)
+    else {
+        return Vec::new();
+    };
+    let known = |part: &replica::Position| Some(KnownPosition { epoch: part.epoch?, upto: part.upto });
+    let parts: Vec<_> = received.iter().map_while(known).collect();
+    let are_known = parts.len() == received.len() && handle.reaches(&parts).is_ok();
+    if are_known { parts } else { Vec::new() }
 }
 
 /// Where a replica has later epochs or batches of this source than that knows of: what was recorded since does not hold, and what follows is a
@@ -113,17 +134,20 @@ pub(crate) fn moment<'a>(
 ) -> Result<SourceMoment<'a>, SyncError> {
     let about = handle.about();
     let changes = match choice.method {
-        delta::Method::Tracked => match handle.changes_since(&choice.positions, view) {
-            Ok(found) => {
-                let begins = status.replica.epoch.or(found.chain.first().copied());
-                let size_before = begins.and_then(|epoch| found.size_at(&epoch));
-                let size_before = size_before.unwrap_or(status.replica.size);
-                Some(Ok(MomentChanges { blocks: found.blocks, chain: found.chain, size_before }))
+        _ if choice.positions.is_empty() => None,
+        delta::Method::Tracked | delta::Method::Compare => {
+            match handle.changes_since(&choice.positions, view) {
+                Ok(found) => {
+                    let begins = status.replica.epoch.or(found.chain.first().copied());
+                    let size_before = begins.and_then(|epoch| found.size_at(&epoch));
+                    let size_before = size_before.unwrap_or(status.replica.size);
+                    Some(Ok(MomentChanges { blocks: found.blocks, chain: found.chain, size_before }))
+                }
+                // The gap appeared with the checkpoint itself.
+                Err(SourceError::Lost { why, .. }) => Some(Err(why)),
+                Err(other) => return Err(other.into()),
             }
-            // The gap appeared with the checkpoint itself.
-            Err(SourceError::Lost { why, .. }) => Some(Err(why)),
-            Err(other) => return Err(other.into()),
-        },
+        }
         _ => None,
     };
     let lives = handle.lives_to(&view.epoch())?;

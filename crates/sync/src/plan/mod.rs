@@ -52,6 +52,8 @@ pub(crate) struct SourceFacts<'a> {
     pub size: u64,
     /// What its history knows of the replica's positions.
     pub history: Knowledge,
+    /// The first of these, where they are of an interrupted comparison that can go on: what changed in them since is known.
+    pub compared: Vec<KnownPosition>,
     /// Where it remembers a replica of this name.
     pub bookmark: Option<Bookmark>,
 }
@@ -82,7 +84,7 @@ pub(crate) struct Choice {
     pub method: Method,
     /// What the replica's equality will be based on.
     pub trust: String,
-    /// Where the replica is, for `tracked`.
+    /// Where the replica is, for `tracked`; for a comparison that goes on, where it is up to there.
     pub positions: Vec<KnownPosition>,
 }
 
@@ -180,6 +182,9 @@ pub(crate) fn choose(
             Knowledge::Known => return Ok(Choice::tracked(positions)),
             // Trusted only with --adopt.
             Knowledge::NotAsked => "its history was not queried".to_owned(),
+            Knowledge::Lost(why) if options.method.is_none() => {
+                return Ok(Choice { positions: facts.compared.clone(), ..Choice::compare(&why.to_string()) });
+            }
             Knowledge::Lost(why) => why.to_string(),
             Knowledge::Foreign(why) => why.clone(),
         },
@@ -444,8 +449,18 @@ pub(crate) struct SyncPlan {
     pub wanted: WantedBlocks,
     /// Blocks, extents and bytes that changed, if that is less than what is sent.
     pub changed: Option<(u64, u64, u64)>,
+    /// What an interrupted comparison has left to this one.
+    pub left: Option<LeftCompared>,
     /// It is a pass over a live disk, without a commit.
     pub pass: bool,
+}
+
+/// What an interrupted comparison has done, and what is left of it.
+pub(crate) struct LeftCompared {
+    /// What changed since, where it has compared. That is sent: the replica's journal is newer there than its content.
+    pub changed: WantedBlocks,
+    /// Where it goes on, in bytes.
+    pub from: u64,
 }
 
 impl Choice {
@@ -465,6 +480,9 @@ impl Choice {
             (Method::Tracked, Some(Err(why))) => why.to_string(),
             (Method::Tracked, None) => "its history was not queried".to_owned(),
             (Method::Copy, _) => return Ok(copy(trust, &moment, status)),
+            (Method::Compare, Some(Ok(changes))) if !positions.is_empty() => {
+                return Ok(go_on(trust, &positions, changes, &moment, status));
+            }
             (Method::Compare | Method::Rolling, _) => return Ok(compare(method, trust, &moment, status)),
         };
         if options.method == Some(Method::Tracked) {
@@ -487,7 +505,27 @@ fn compare(method: Method, trust: String, moment: &SourceMoment<'_>, status: &St
     let header = Header { binds: Some(replica.nonce), ..header(method, moment, replica.size) };
     // The most that it can be.
     let wanted = WantedBlocks::allocated(moment.size, moment.block_size.into());
-    SyncPlan { trust, header, before: Vec::new(), wanted, changed: None, pass: false }
+    SyncPlan { trust, header, before: Vec::new(), wanted, changed: None, left: None, pass: false }
+}
+
+/// What an interrupted comparison has left to find, and what changed where it has been.
+fn go_on(
+    trust: String,
+    positions: &[KnownPosition],
+    changes: MomentChanges,
+    moment: &SourceMoment<'_>,
+    status: &StatusReply,
+) -> SyncPlan {
+    let (blocks, block_size) = (changes.blocks, u64::from(moment.block_size));
+    let upto = positions.last().map_or(0, |position| position.upto).min(moment.size);
+    // A block that it has compared in part is sent.
+    let whole = upto.div_ceil(block_size);
+    blocks.set(upto / block_size..whole.min(blocks.blocks()));
+    let changed = WantedBlocks::marked(blocks, moment.size, block_size);
+    let mut plan = compare(Method::Compare, trust, moment, status);
+    plan.header.resumes = status.replica.resumes;
+    plan.left = Some(LeftCompared { changed, from: (whole * block_size).min(moment.size) });
+    plan
 }
 
 /// Everything that is allocated.
@@ -510,7 +548,7 @@ fn copy(trust: String, moment: &SourceMoment<'_>, status: &StatusReply) -> SyncP
     if header.is_seed() {
         before = header.chain.drain(..header.chain.len() - 1).collect();
     }
-    SyncPlan { trust, header, before, wanted, changed: None, pass: false }
+    SyncPlan { trust, header, before, wanted, changed: None, left: None, pass: false }
 }
 
 /// What changed since the replica's positions, where it is unsure of what it holds, and what is beyond the last position.
@@ -549,7 +587,7 @@ fn tracked(
     replica.unsure.mark(&blocks, block_size);
     let mut wanted = WantedBlocks::marked(blocks, moment.size, block_size).and_beyond(upto);
     let changed = moment.fill.then(|| wanted.fill_dense());
-    SyncPlan { trust: "tracked".into(), header, before: Vec::new(), wanted, changed, pass: false }
+    SyncPlan { trust: "tracked".into(), header, before: Vec::new(), wanted, changed, left: None, pass: false }
 }
 
 impl SyncPlan {
@@ -730,6 +768,11 @@ mod tests {
             empty: has("empty"),
             size: 1,
             history,
+            compared: if has("halfway") {
+                vec![KnownPosition { epoch: epoch(6), upto: BLOCKS * BLOCK / 2 }]
+            } else {
+                Vec::new()
+            },
             bookmark: has("remembered").then(|| Bookmark {
                 epoch: epoch(4),
                 time: 0,
@@ -1039,14 +1082,14 @@ mod tests {
         let sizes = (header.size_before / BLOCK, header.size_after / BLOCK);
         let bound = if header.binds.is_some() { " bound" } else { "" };
         let resumes = if header.resumes.is_some() { " resumes" } else { "" };
-        let blocks = match wanted.blocks() {
-            None => "all".to_owned(),
-            Some(blocks) => blocks
-                .runs()
-                .map(|run| format!("{}-{}", run.start, run.end - 1))
-                .collect::<Vec<_>>()
-                .join(" "),
+        let runs = |blocks: Bitmap| {
+            let runs = blocks.runs().map(|run| format!("{}-{}", run.start, run.end - 1));
+            runs.collect::<Vec<_>>().join(" ")
         };
+        let mut blocks = wanted.blocks().map_or("all".to_owned(), runs);
+        if let Some(LeftCompared { changed, from }) = &plan.left {
+            blocks += &format!(", {} and from {}", runs(changed.blocks().unwrap()), from / BLOCK);
+        }
         format!("{} {} {}>{}{bound}{resumes}: {blocks}", header.method, chain.join(","), sizes.0, sizes.1)
     }
 
@@ -1074,6 +1117,10 @@ mod tests {
             ("at 5; late", 8, 5, "compare 5,6,7 8>8 bound: all"),
             ("at 5; --compare", 8, 5, "compare 5,6,7 8>8 bound: all"),
             ("at 5 cut off; --compare", 8, 5, "compare 5,6,7 8>8 bound: all"),
+            ("staged at 5 cut off; gap halfway", 8, 6, "compare 6,7 8>8 bound resumes: all, 2-3 and from 4"),
+            ("staged at 5 cut off; gap halfway late", 8, 6, "compare 6,7 8>8 bound: all"),
+            ("staged at 5 cut off; gap halfway --compare", 8, 6, "compare 6,7 8>8 bound: all"),
+            ("staged at 5 cut off; gap", 8, 6, "compare 6,7 8>8 bound: all"),
             ("at 5; --rolling", 8, 5, "rolling 5,6,7 8>8 bound: all"),
             ("at 5; --copy", 8, 5, "copy 5,6,7 8>8 bound: 0-7"),
             ("none", 8, 5, "copy 7 0>8: all"),

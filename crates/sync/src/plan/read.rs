@@ -41,7 +41,7 @@ pub(crate) struct FrameSize {
 }
 
 impl FrameSize {
-    const PART: u64 = 64;
+    pub(crate) const PART: u64 = 64;
     const LEAST: u64 = 8 << 10;
 
     pub(crate) fn new(may_be_cut: bool, block_size: u64) -> FrameSize {

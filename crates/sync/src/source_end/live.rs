@@ -69,7 +69,8 @@ impl Approach {
         let lacking = loop {
             live.flush(&options.live.cut)?;
             // Passes are made while they pay.
-            if self.choice.positions.last().is_some_and(|last| last.upto >= size) {
+            let is_whole = self.choice.positions.last().is_some_and(|last| last.upto >= size);
+            if is_whole && self.choice.method == Method::Tracked {
                 let lacking = handle.estimate(&self.choice.positions)?;
                 self.status.replica.unsure.mark(&lacking, block_size);
                 let pays = convergence.pays(lacking.count().saturating_mul(block_size));

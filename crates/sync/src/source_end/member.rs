@@ -98,8 +98,9 @@ impl<'a> PlannedMember<'a> {
         summary.disk_size = plan.header.size_after;
         summary.bytes_cut = cut_off(&status, summary.disk_size);
         (summary.method, summary.trust) = first.unwrap_or((plan.header.method, plan.trust.clone()));
-        // What was found by comparing is found anew.
-        summary.resumed &= !matches!(plan.header.method, Method::Compare | Method::Rolling);
+        // What was found by comparing is found anew, unless what changed since is known.
+        summary.resumed &=
+            plan.left.is_some() || !matches!(plan.header.method, Method::Compare | Method::Rolling);
         // The rest of a first copy is found by what the source was at its beginning, and is a first copy all the same.
         if status.replica.epoch.is_none() && summary.method == Method::Tracked {
             (summary.method, summary.trust) = (Method::Copy, "seeded".into());

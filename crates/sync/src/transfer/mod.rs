@@ -9,6 +9,7 @@ pub(crate) mod unlike;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
 
 use compare::rolling::{BlockIndex, SumParams, SumReport, changes};
 use compare::{Finding, Scope};
@@ -21,6 +22,7 @@ use uuid::Uuid;
 use crate::error::{Class, SyncError};
 use crate::options::{SyncOptions, Unreadable};
 use crate::plan::SyncPlan;
+use crate::plan::read::FrameSize;
 use crate::report::RunningTotals;
 use crate::transfer::compared::{Comparison, while_linked};
 use crate::transfer::pack::{DeltaSender, Packing, pack, reading};
@@ -129,10 +131,17 @@ impl Transfer<'_> {
             keep_going: unreadable >= Unreadable::SendAnew,
             ..Scope::whole(view.len(), plan.header.block_size)
         };
+        let from = plan.left.as_ref().map_or(0, |left| left.from);
+        let scope = scope.within(std::slice::from_ref(&(from..view.len())));
         let said = Plan { compare: Some(scope.clone()), ..self.announced(plan) };
         self.sender.send_json(PLAN, &said)?;
         let mut sending = DeltaSender::begin(self.sender, &plan.header, self.packing(plan), &self.totals)?;
+        if let Some(left) = &plan.left {
+            let attended = Arc::new(view.attended(while_linked(self.receiver)));
+            sending.wanted(&left.changed, &attended, self.packing(plan))?;
+        }
         let mut end = 0;
+        let mut told = Told { from, upto: from, at: Instant::now() };
         let fill = self.options.fills() && !plan.pass;
         let comparison = Comparison {
             receiver: self.receiver,
@@ -152,6 +161,7 @@ impl Transfer<'_> {
                 self.totals.unreadable_there(&range);
                 Ok(())
             }
+            Finding::Upto(upto, _) if told.is_due(upto) => sending.compared(upto, &**view),
             other => {
                 end = match &other {
                     Finding::Data { offset, data } => offset + data.len() as u64,
@@ -219,6 +229,28 @@ impl Transfer<'_> {
         Ok(index)
     }
 }
+
+/// How far the replica was told that a comparison has come: a cut costs one part in 64 of it, as with [`FrameSize`].
+struct Told {
+    from: u64,
+    upto: u64,
+    at: Instant,
+}
+
+impl Told {
+    /// True if it is to be told again, which counts as done then.
+    fn is_due(&mut self, upto: u64) -> bool {
+        let is_due = (upto - self.upto) * FrameSize::PART >= upto - self.from;
+        let is_due = is_due && self.at.elapsed() >= TOLD_AGAIN_AFTER;
+        if is_due {
+            (self.upto, self.at) = (upto, Instant::now());
+        }
+        is_due
+    }
+}
+
+/// The shortest time after which a replica is told again how far a comparison has come.
+const TOLD_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// A plan, its view, and the replica's status.
 pub(crate) struct PreparedSync {

@@ -14,13 +14,14 @@ use std::thread::available_parallelism;
 use compare::rolling::Change;
 use compare::{Finding, in_order};
 use delta::{Compressor, Encoder, Frame, Header, Record, Unit, encode_frame};
+use device::{Buf, Disk};
 use link::Sender;
 use source::View;
 
 use crate::error::SyncError;
 use crate::options::{SyncOptions, Unreadable};
 use crate::plan::SyncPlan;
-use crate::plan::read::{FrameReader, FrameSize, Packer};
+use crate::plan::read::{FrameReader, FrameSize, Packer, WantedBlocks};
 use crate::report::RunningTotals;
 use crate::wire::messages::of_unit;
 
@@ -129,6 +130,8 @@ pub(crate) struct DeltaSender<'a> {
     packer: Packer,
     totals: &'a RunningTotals<'a>,
     block_size: u64,
+    /// All below was sent, or need not be.
+    end: u64,
 }
 
 impl<'a> DeltaSender<'a> {
@@ -143,7 +146,7 @@ impl<'a> DeltaSender<'a> {
         let mut sink = sender;
         sink.unit(unit)?;
         let block_size = u64::from(header.block_size);
-        Ok(DeltaSender { sender, encoder, packer: Packer::new(packing.frames), totals, block_size })
+        Ok(DeltaSender { sender, encoder, packer: Packer::new(packing.frames), totals, block_size, end: 0 })
     }
 
     fn frame(&mut self, frame: Frame) -> Result<(), SyncError> {
@@ -155,8 +158,51 @@ impl<'a> DeltaSender<'a> {
         self.totals.changed(range, self.block_size);
     }
 
+    /// Adds blocks, all of which come before what is found.
+    pub(crate) fn wanted(
+        &mut self,
+        wanted: &WantedBlocks,
+        view: &Arc<View>,
+        packing: Packing,
+    ) -> Result<(), SyncError> {
+        let how = (packing.frames, packing.leave_out);
+        let mut frames = FrameReader::new(wanted, view, how, self.totals).map_err(reading)?;
+        while let Some((frame, end)) = frames.next(None).map_err(reading)? {
+            self.totals.add(&frame, self.block_size, wanted.all_from);
+            self.frame(frame)?;
+            view.taken(end);
+        }
+        self.totals.read.fetch_add(frames.bytes_read(), Relaxed);
+        Ok(())
+    }
+
+    /// Tells the replica that all up to there was compared, by the last block of it: a delta has come as far as what it names. A block that cannot be read
+    /// is not told of.
+    pub(crate) fn compared(&mut self, upto: u64, disk: &dyn Disk) -> Result<(), SyncError> {
+        let begin = (upto.saturating_sub(1) / self.block_size * self.block_size).max(self.end);
+        let mut block = Buf::new(upto.saturating_sub(begin) as usize);
+        if begin < upto && disk.read_at(begin, &mut block).is_ok() {
+            let full = match block.iter().all(|byte| *byte == 0) {
+                true => self.packer.zero(begin..upto),
+                false => self.packer.data(begin, &block),
+            };
+            self.end = upto;
+            full.map_or(Ok(()), |frame| self.frame(frame))?;
+        }
+        if self.packer.is_empty() {
+            return Ok(());
+        }
+        let frame = self.packer.take();
+        self.frame(frame)
+    }
+
     /// Adds a finding.
     pub(crate) fn add(&mut self, finding: &Finding<'_>) -> Result<(), SyncError> {
+        self.end = match finding {
+            Finding::Data { offset, data } | Finding::Between { offset, data } => offset + data.len() as u64,
+            Finding::Zero(range) => range.end,
+            _ => self.end,
+        };
         let full = match finding {
             Finding::Data { offset, data } => {
                 self.changed(*offset..offset + data.len() as u64);
@@ -176,6 +222,7 @@ impl<'a> DeltaSender<'a> {
 
     /// Adds what could not be read.
     pub(crate) fn unsure(&mut self, range: Range<u64>) -> Result<(), SyncError> {
+        self.end = range.end;
         let full = self.packer.dataless(Record::Unsure { offset: range.start, len: range.end - range.start });
         full.map_or(Ok(()), |frame| self.frame(frame))
     }
