@@ -138,7 +138,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         // It has no other end.
         Command::Status(ref args) if args.watch.is_some() => Some(""),
         Command::Sync(_) | Command::Merge(_) => Some(
-            "interrupted: run the same command again; a copy or a tracked sync goes on where it was, a comparison begins anew",
+            "interrupted: run the same command again; a copy or a tracked sync goes on where it was, and a comparison if what is written meanwhile is recorded",
         ),
         _ => Some("interrupted"),
     };
