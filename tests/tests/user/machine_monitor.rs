@@ -107,6 +107,9 @@ fn all_disks_of_a_qemu_are_of_one_moment_in_each_sync() {
     world.vm.writes_on();
     let said = world.site.dsync(["verify", &world.vm.word()]).arg(&world.replicas).ok().text();
     assert!(said.contains("3 disks verified, 0 with differences, 0 not verified"), "{said}");
+    let listed = world.site.dsync(["discover"]).ok().text();
+    let line = format!("dsync sync {} HOST:/srv/vms/", world.vm.word());
+    assert!(listed.contains(&line), "{listed}");
     let shown = world.site.dsync(["status"]).ok().text();
     assert!(shown.contains("vm:q1"), "{shown}");
 }

@@ -44,7 +44,7 @@ struct Found {
     commands: Vec<String>,
 }
 
-/// A VM of libvirt.
+/// A VM, of libvirt or of QEMU alone.
 #[derive(Debug, Serialize)]
 struct Machine {
     kind: &'static str,
@@ -83,7 +83,7 @@ impl Method {
             Method::Bpf => "the kernel records its writes; nothing is restarted",
             Method::Clone => "its file system tells what changed; its VM goes on running",
             Method::Serve => {
-                "the server records its writes: start its VM with the export as its disk. A VM under libvirt goes on with \"dsync sync vm:NAME\""
+                "the server records its writes: start its VM with the export as its disk. A VM under libvirt goes on with \"dsync sync vm:NAME\", one with a QMP monitor with \"dsync sync qemu:SOCKET\""
             }
             Method::Compare => {
                 "nothing records its writes here: a sync reads both sides, while nothing writes to it"
@@ -136,7 +136,12 @@ pub(crate) fn run(args: &args::Discover, state: &StateDir, output: &Output) -> R
         std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
     }
     let machines = if args.folders.is_empty() { machine::names() } else { Vec::new() };
-    machines.into_iter().for_each(|name| say_machine(name, output));
+    machines.into_iter().for_each(|name| say_machine(format!("vm:{name}"), name, "VM of libvirt", output));
+    let monitors = if args.folders.is_empty() { machine::monitors() } else { Vec::new() };
+    for socket in monitors {
+        let name = socket.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        say_machine(format!("qemu:{}", socket.display()), name, "VM of QEMU, by its monitor", output);
+    }
     let host = Host::read(state)?;
     let mut found = match args.folders.is_empty() {
         true => host.devices(),
@@ -162,13 +167,12 @@ pub(crate) fn run(args: &args::Discover, state: &StateDir, output: &Output) -> R
     Ok(())
 }
 
-/// Says how a VM is copied with all its disks.
-fn say_machine(name: String, output: &Output) {
-    let word = shell_word(&format!("vm:{name}"));
-    let commands = [format!("dsync sync {word} HOST:/srv/vms/")];
+/// Says how a VM is copied with all its disks, by the word that names it.
+fn say_machine(word: String, name: String, what: &str, output: &Output) {
+    let commands = [format!("dsync sync {} HOST:/srv/vms/", shell_word(&word))];
     let machine = Machine { kind: "machine", name, note: OF_MACHINE, commands };
     output.summary(&machine);
-    output.say(&format!("vm:{}  VM of libvirt", machine.name));
+    output.say(&format!("{word}  {what}"));
     output.say(&format!("    {}", machine.note));
     machine.commands.iter().for_each(|command| output.say(&format!("        {command}")));
 }

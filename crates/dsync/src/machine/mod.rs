@@ -101,6 +101,11 @@ pub(crate) fn names() -> Vec<String> {
     if is_asked { libvirt::virsh::names() } else { Vec::new() }
 }
 
+/// The monitors of the QEMUs of this host that are started by hand.
+pub(crate) fn monitors() -> Vec<PathBuf> {
+    qemu::process::monitors()
+}
+
 /// A machine, as its commands see it.
 struct Machine<'a> {
     domain: Domain,

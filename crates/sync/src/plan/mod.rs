@@ -93,6 +93,11 @@ impl Choice {
         Choice { method: Method::Compare, trust: format!("compared: {why}"), positions: Vec::new() }
     }
 
+    /// A comparison of what an interrupted one has left, if it can go on.
+    fn rest(why: &Gap, facts: &SourceFacts<'_>) -> Choice {
+        Choice { positions: facts.compared.clone(), ..Choice::compare(&why.to_string()) }
+    }
+
     fn rolling() -> Choice {
         Choice { method: Method::Rolling, trust: "compared: asked for".into(), positions: Vec::new() }
     }
@@ -182,9 +187,7 @@ pub(crate) fn choose(
             Knowledge::Known => return Ok(Choice::tracked(positions)),
             // Trusted only with --adopt.
             Knowledge::NotAsked => "its history was not queried".to_owned(),
-            Knowledge::Lost(why) if options.method.is_none() => {
-                return Ok(Choice { positions: facts.compared.clone(), ..Choice::compare(&why.to_string()) });
-            }
+            Knowledge::Lost(why) if options.method.is_none() => return Ok(Choice::rest(why, facts)),
             Knowledge::Lost(why) => why.to_string(),
             Knowledge::Foreign(why) => why.clone(),
         },

@@ -6,7 +6,7 @@
 
 mod backup;
 mod disks;
-mod process;
+pub(super) mod process;
 mod qmp;
 
 use std::collections::BTreeSet;

@@ -1,5 +1,6 @@
 //! The process of a QEMU.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The command line of a process, and its folder.
@@ -29,9 +30,52 @@ pub(super) fn process_id(pid: u32) -> std::io::Result<String> {
         .ok_or_else(|| std::io::ErrorKind::InvalidData.into())
 }
 
+/// The sockets of the monitors of the QEMUs of this host that are started by hand, as far as this user sees them.
+pub(in crate::machine) fn monitors() -> Vec<PathBuf> {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let of = |pid: u32| {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+        let (words, folder) = name.starts_with("qemu-system").then(|| command_line(pid).ok())??;
+        monitor_of(&words).map(|socket| folder.join(socket))
+    };
+    let found: BTreeSet<PathBuf> = numbers.filter_map(of).collect();
+    found.into_iter().collect()
+}
+
+/// The socket of the first monitor in a command line at which QEMU listens.
+fn monitor_of(words: &[String]) -> Option<&str> {
+    words.windows(2).find_map(|pair| {
+        let [option, value] = pair else { return None };
+        let place =
+            value.strip_prefix("unix:").filter(|_| ["-qmp", "--qmp", "-qmp-pretty"].contains(&&**option))?;
+        let (socket, options) = place.split_once(',')?;
+        options.split(',').any(|option| option == "server" || option == "server=on").then_some(socket)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_monitor_of_a_command_line_is_the_first_that_listens() {
+        let of = |line: &str| {
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            monitor_of(&words).map(str::to_owned)
+        };
+        let listens = "qemu -m 1 -qmp unix:/a,server=on,wait=off -qmp unix:/b,server=on";
+        assert_eq!(of(listens).as_deref(), Some("/a"));
+        assert_eq!(of("qemu -qmp unix:a,server,nowait").as_deref(), Some("a"));
+        for other in [
+            "qemu -qmp unix:/a",
+            "qemu -qmp tcp::4444,server=on",
+            "qemu -monitor unix:/a,server=on",
+            "qemu -qmp",
+        ] {
+            assert_eq!(of(other), None, "{other}");
+        }
+    }
 
     #[test]
     fn a_process_is_named_once() {
