@@ -48,12 +48,12 @@ test: check
 	@CARGO='$(CARGO)' tests/suite.sh
 	@echo 'SKIPPED: the campaigns ran as samples; run "make soak" for their full counts (hours), "make test-vm" for all guests, "make test-deb" for the packages'
 
-# What needs guests: the kernel module, with all of its tests, on two of Debian's kernels; docs/failover.md; and the package,
+# What needs guests: VMs under libvirt, the kernel module, with all of its tests, on two of Debian's kernels; docs/failover.md; and the package,
 # installed and operated on two hosts.
 test-vm: deb
 	@scripts/setup build test test-deb
 	DSYNC_VM=1 DSYNC_DEB=$$(ls $(abspath $(packages))/dsync_*.deb) \
-		$(CARGO) test -p dsync-tests --test user -- --nocapture vm:: harness:: far_link:: failover_page:: hosts::
+		$(CARGO) test -p dsync-tests --test user -- --nocapture machine vm:: harness:: far_link:: failover_page:: hosts::
 
 # A distribution's Rust may lack a part of cargo.
 lint = @if $(CARGO) $(1) --version >/dev/null 2>&1; then echo '$(2)'; $(2); \

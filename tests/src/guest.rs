@@ -69,7 +69,7 @@ pub fn wanted(what: &str) -> bool {
     testing::guests_in_full()
 }
 
-/// True for one of three tests in each run of the sample, drawn by its seed. Otherwise says that the test is skipped.
+/// True for one of three numbers in each run of the sample, drawn by its seed. Otherwise says that the test is skipped.
 pub fn drawn(number: u64, what: &str) -> bool {
     static DRAWN: OnceLock<u64> = OnceLock::new();
     let drawn = DRAWN.get_or_init(|| testing::Random::new("which test of guests is in the sample").below(3));

@@ -59,13 +59,14 @@ pub struct Libvirt {
 }
 
 impl Libvirt {
-    /// True if there can be one. Else says what goes untested.
+    /// True if there can be one, and the test is drawn for this run: one of three is in the sample, as each takes its seconds. Else says what goes untested.
     pub fn possible(what: &str) -> bool {
         let tools = ["libvirtd", "virsh", "qemu-system-x86_64", "qemu-img", "nsenter", "unshare"];
         // The user of QEMU that libvirtd looks for as it starts comes with its configuration.
         let configured =
             fs::metadata("/etc/libvirt/qemu.conf").map_err(|_| "libvirt-daemon-system is missing");
-        crate::need_root(what) && crate::need(&tools, what) && crate::got(configured, what)
+        let can = crate::need_root(what) && crate::need(&tools, what) && crate::got(configured, what);
+        can && crate::guest::drawn(what.bytes().map(u64::from).sum::<u64>() % 3, what)
     }
 
     /// Starts the daemon. Ask [`Libvirt::possible`] first; call it from the test's own thread, as [`Run::start`].
