@@ -26,15 +26,21 @@ impl Qemu {
     /// Starts a VM with these images, raw or qcow2 by their names, the first of which it boots; their devices are `disk0` and so on. Waits until its guest
     /// writes.
     pub fn boot(site: &Site, name: &str, images: &[&Path]) -> Qemu {
-        Qemu::boot_with(site, name, images, false)
+        let qemu = Qemu::start(site, name, images, &[]);
+        qemu.writes_on();
+        qemu
     }
 
     /// Starts it with an I/O thread of the first disk.
     pub fn boot_threaded(site: &Site, name: &str, images: &[&Path]) -> Qemu {
-        Qemu::boot_with(site, name, images, true)
+        let thread = ["-object", "iothread,id=io0", "-set", "device.disk0.iothread=io0"];
+        let qemu = Qemu::start(site, name, images, &thread);
+        qemu.writes_on();
+        qemu
     }
 
-    fn boot_with(site: &Site, name: &str, images: &[&Path], is_threaded: bool) -> Qemu {
+    /// Starts it with more arguments.
+    pub fn start(site: &Site, name: &str, images: &[&Path], more: &[&str]) -> Qemu {
         let [monitor, own] = ["qmp", "own"].map(|end| site.socket(&format!("{name}.{end}")));
         let mut run = Run::new("qemu-system-x86_64").args([
             "-name",
@@ -47,24 +53,19 @@ impl Qemu {
             "-display",
             "none",
         ]);
-        if is_threaded {
-            run = run.args(["-object", "iothread,id=io0"]);
-        }
         for socket in [&monitor, &own] {
             run = run.arg("-qmp").arg(format!("unix:{},server=on,wait=off", socket.display()));
         }
         for (at, image) in images.iter().enumerate() {
             let format = image.extension().and_then(|end| end.to_str()).unwrap_or("raw");
-            let thread = if is_threaded && at == 0 { ",iothread=io0" } else { "" };
             run = run
                 .arg("-drive")
                 .arg(format!("if=none,id=d{at},file={},format={format},cache=unsafe", image.display()))
                 .arg("-device")
-                .arg(format!("virtio-blk-pci,id=disk{at},drive=d{at},bootindex={at}{thread}"));
+                .arg(format!("virtio-blk-pci,id=disk{at},drive=d{at},bootindex={at}"));
         }
-        let qemu = Qemu { process: run.start(), monitor, own };
+        let qemu = Qemu { process: run.args(more).start(), monitor, own };
         until("the monitors listen", || qemu.own.exists() && UnixStream::connect(&qemu.own).is_ok());
-        qemu.writes_on();
         qemu
     }
 
@@ -108,9 +109,7 @@ impl Qemu {
         let nodes = monitor.ask("query-named-block-nodes", json!({ "flat": true }));
         let jobs = monitor.ask("query-jobs", json!({}));
         let exports = monitor.ask("query-block-exports", json!({}));
-        // QEMU gives files back only while the VM runs.
-        let is_running = monitor.ask("query-status", json!({}))["running"] == true;
-        let sets = if is_running { monitor.ask("query-fdsets", json!({})) } else { json!([]) };
+        let sets = monitor.ask("query-fdsets", json!({}));
         let list = |list: &Value| list.as_array().cloned().unwrap_or_default();
         let name = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let mut parts: Vec<String> = list(&nodes).iter().map(|node| name(&node["node-name"])).collect();

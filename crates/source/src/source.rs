@@ -556,7 +556,7 @@ impl Source {
         let is_tracked = options.clones || clones::are_kept(&*parts.folder)?;
         let unmade = match &options.told {
             Some(told) => {
-                let told = told.listed(&*parts.backing, &parts.about)?;
+                let told = told.listed(&*parts.backing, &parts.about, parts.disk.len())?;
                 let (folder, size) = (parts.folder.clone(), parts.disk.len());
                 let moment = NewMoment::take(folder, &parts.about, &parts.history, &told, size)?;
                 parts.outside = Some(Outside::Moment(moment));

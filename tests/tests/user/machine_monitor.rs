@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use dsync_tests::image;
 use dsync_tests::libvirt::{one_moment, writer};
 use dsync_tests::qemu::Qemu;
 use dsync_tests::{Output, Random, Run, Site, rounds, until};
@@ -136,6 +137,19 @@ fn a_qemu_that_was_started_anew_is_compared() {
     let said = world.sync_paused();
     assert!(said.contains("disk0: compared: QEMU's bitmap does not hold"), "{said}");
     assert!(said.contains("disk1: QEMU's bitmap since"), "{said}");
+    // The same while the guest stands still, where QEMU keeps each file that it was given.
+    world.vm.ask("stop", json!({}));
+    world.sync();
+    world.sync();
+    let node = &world.vm.ask("query-block", json!({}))[1]["inserted"]["node-name"];
+    for bitmap in world.vm.left().1 {
+        if let Some((_, name)) = bitmap.split_once(": ").filter(|(of, _)| node == of) {
+            world.vm.ask("block-dirty-bitmap-remove", json!({ "node": node, "name": name }));
+        }
+    }
+    let said = world.sync();
+    assert!(said.contains("disk1: compared: QEMU's bitmap does not hold"), "{said}");
+    world.vm.ask("cont", json!({}));
     world.vm.ask("block_resize", json!({ "device": "d1", "size": 80 << 20 }));
     world.vm.writes_on();
     let said = world.sync_paused();
@@ -150,6 +164,9 @@ fn a_qemu_that_was_started_anew_is_compared() {
     let said = world.sync();
     assert!(said.contains("disk0: compared: ") && said.contains("3 disks at one moment"), "{said}");
     world.vm.writes_on();
+    assert!(world.sync().contains("disk0: QEMU's bitmap since"));
+    world.vm.ask("block_resize", json!({ "device": "d0", "size": 96 << 20 }));
+    assert!(world.sync().contains("disk0: compared: the disk was resized"));
     assert!(world.sync().contains("disk0: QEMU's bitmap since"));
     world.vm.ask("block-commit", json!({ "device": "d0", "job-id": "merge" }));
     until("the images are merged", || {
@@ -177,6 +194,16 @@ fn a_qemu_that_is_off_is_read_as_it_was_synced_last() {
     let said = world.sync_paused();
     assert!(said.contains("disk0: compared: the VM was off at its last sync"), "{said}");
     assert!(world.sync_paused().contains("disk0: QEMU's bitmap since"));
+    // Its guest writes to a raw disk what looks like another format.
+    let other = world.site.path("other.qcow2");
+    Run::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&other).arg("1G").ok();
+    world.vm.ask("stop", json!({}));
+    let write = format!("qemu-io d1 \"write -s {} 0 64k\"", other.display());
+    world.vm.ask("human-monitor-command", json!({ "command-line": write }));
+    for _ in 0..2 {
+        assert!(world.sync().contains("disk1: QEMU's bitmap since"));
+        image::assert_equal(&world.site.path("b.raw"), &world.disks()[1]);
+    }
     let known = std::fs::read_to_string(world.replicas.join("q1.json")).expect("the definition");
     let known: serde_json::Value = serde_json::from_str(&known).expect("JSON");
     assert_eq!(known["disks"]["disk1"]["replica"], "q1-disk1.img");
@@ -222,10 +249,12 @@ fn a_monitor_that_others_use_is_refused() {
     assert_eq!(world.vm.left(), (vec![], vec![]));
     // Another client, that does not go.
     let other = world.vm.connect(&world.vm.monitor);
-    world
-        .run(&["--timeout", "1s"])
-        .code(6)
-        .says(&["another program is connected to the monitor", "one more"]);
+    // QEMU's queue of those that wait has two places.
+    for _ in 0..4 {
+        let busy = world.run(&["--timeout", "1s"]).code(6);
+        busy.says(&["does not answer: another program is connected to it", "one more"]);
+        assert!(busy.time < Duration::from_secs(8), "{busy}");
+    }
     drop(other);
     // Another server and its export.
     let socket = world.site.socket("other");
@@ -298,6 +327,13 @@ fn another_qemu_with_the_name_of_one_is_refused() {
     world.vm = Qemu::boot(&world.site, "q1", &[&world.site.path("a.qcow2"), &world.site.path("d.raw")]);
     let said = world.run(&[]).ok().text();
     assert!(said.contains("b.raw is no disk of q1 any more: its replica q1-disk1.img stays"), "{said}");
+    // Of the two disks, one is not there any more; the names of both are known while it is off.
+    world.vm.kill();
+    let off = world.run(&["--without", "disk0"]).ok();
+    assert!(off.text().contains("disk0: left out: by --without"), "{off}");
+    off.says(&["q1 is off: its disks are those of its last sync"]);
+    world.vm = Qemu::boot(&world.site, "q1", &[&world.site.path("a.qcow2"), &world.site.path("d.raw")]);
+    world.run(&[]).ok();
     world.site.dsync(["forget", "vm:q1"]).ok();
     assert_eq!(world.vm.left(), (vec![], vec![]));
     let listed = world.site.state().join("machines").read_dir().expect("a folder").count();
@@ -372,4 +408,85 @@ fn a_mirror_of_a_qemu_goes_on_when_it_is_started_anew() {
     let said = mirror.output(Duration::from_secs(60));
     assert!(said.status.success(), "{said}");
     assert!(world.vm.left().0.is_empty());
+}
+
+/// Its disks are another's, which writes to them unseen.
+#[test]
+fn a_qemu_that_was_migrated_away_is_refused() {
+    let Some(mut world) = World::new("a VM by its monitor that was migrated") else { return };
+    world.sync();
+    let images = ["a.qcow2", "b.raw"].map(|name| world.site.path(name));
+    let place = world.site.socket("migration");
+    let incoming = format!("unix:{}", place.display());
+    // Each on images of its own: these have locks, and what matters here is what the old one says.
+    let copies = ["a2.qcow2", "b2.raw"].map(|name| world.site.path(name));
+    for (image, copy) in images.iter().zip(&copies) {
+        Run::new("cp").args([image, copy]).ok();
+    }
+    let there = Qemu::start(&world.site, "q2", &[&copies[0], &copies[1]], &["-incoming", &incoming]);
+    let waiting = world.site.dsync(["sync", &there.word()]).arg(&world.replicas);
+    waiting.code(4).says(&["runs in another one (inmigrate)"]);
+    world.vm.ask("migrate", json!({ "uri": incoming }));
+    until("it was migrated", || world.vm.ask("query-migrate", json!({}))["status"] == "completed");
+    world.run(&[]).code(4).says(&["runs in another one (postmigrate)"]);
+    world.vm.kill();
+}
+
+/// With a run folder of its own, it does not see the lock of the other.
+#[test]
+fn a_qemu_that_another_dsync_reads_is_busy() {
+    let Some(world) = World::new("a VM by its monitor that two state directories sync") else { return };
+    let folder = world.site.path("other");
+    std::fs::create_dir(&folder).expect("a folder");
+    let other = |options: &[&str]| {
+        let run = world.site.dsync(["sync", &world.vm.word()]).arg(&folder).args(options);
+        run.env("DSYNC_STATE_DIR", folder.join("state")).env("DSYNC_RUN_DIR", folder.join("run"))
+    };
+    world.sync();
+    let mut running = other(&["--bwlimit", "64K"]).start();
+    until("the replicas are begun", || {
+        assert!(running.ended().is_none(), "it ended: {}", running.stderr_so_far());
+        folder.join("q1-disk0.img.partial").exists()
+    });
+    world.run(&[]).code(6).says(&["synced or verified already, by another dsync"]);
+    assert!(running.killed().was_killed());
+    // What that has left, its own next run would end, and so does another's.
+    world.vm.writes_on();
+    assert!(world.run(&[]).ok().text().contains("disk1: QEMU's bitmap since"));
+    assert_eq!(world.vm.left().0, [""; 0]);
+    other(&[]).ok();
+    world.vm.writes_on();
+    world.run(&[]).ok();
+    let [a, b] = &world.disks();
+    one_moment([a, b]);
+}
+
+/// QEMU says a path as it was given, and has gone to another folder since.
+#[test]
+fn an_image_is_the_one_that_its_qemu_has_open() {
+    let Some(mut world) = World::new("a VM by its monitor with relative paths") else { return };
+    world.vm.kill();
+    let [monitor, pid] = ["d.qmp", "d.pid"].map(|name| world.site.socket(name));
+    let run = Run::new("qemu-system-x86_64").dir(world.site.dir());
+    let run = run.args([
+        "-name",
+        "d1",
+        "-machine",
+        "pc,accel=tcg",
+        "-nodefaults",
+        "-display",
+        "none",
+        "-daemonize",
+        "-pidfile",
+    ]);
+    let run = run.arg(&pid).args(["-drive", "if=virtio,id=d0,file=b.raw,format=raw", "-qmp"]);
+    run.arg(format!("unix:{},server=on,wait=off", monitor.display())).ok();
+    let word = format!("qemu:{}", monitor.display());
+    let said = world.site.dsync(["sync", &word]).arg(&world.replicas).output();
+    let known = world.site.dsync(["status", "vm:d1"]).output();
+    let id = std::fs::read_to_string(&pid).expect("a number");
+    Run::new("kill").arg(id.trim()).ok();
+    assert!(said.status.success(), "{said}");
+    let path = world.site.path("b.raw").display().to_string();
+    assert!(known.text().contains(&path), "{known}");
 }

@@ -45,6 +45,9 @@ pub(super) struct QemuDefinition {
     pub folder: PathBuf,
     /// Those that are copied, by their targets.
     pub disks: BTreeMap<String, QemuDisk>,
+    /// The targets of all others.
+    #[serde(default)]
+    pub others: Vec<String>,
 }
 
 /// A disk of a machine.
@@ -72,6 +75,12 @@ impl QemuDefinition {
         domain.followed().map(|(target, image)| (target.to_owned(), disk(image))).collect()
     }
 
+    /// The targets of the disks of a machine that are not copied.
+    pub(super) fn others_of(domain: &Domain) -> Vec<String> {
+        let others = domain.disks.iter().filter(|disk| !matches!(disk.answer, Answer::Followed(_)));
+        others.map(|disk| disk.target.clone()).collect()
+    }
+
     /// The machine while it is off.
     pub(super) fn at_rest(&self) -> Domain {
         let image = |disk: &QemuDisk| Image {
@@ -84,11 +93,15 @@ impl QemuDefinition {
             target: target.clone(),
             answer: Answer::Followed(image(disk)),
         };
+        let other = |target: &String| Disk {
+            target: target.clone(),
+            answer: Answer::LeftOut("it could not be copied while the VM ran"),
+        };
         Domain {
             name: self.name.clone(),
             uuid: self.uuid.clone(),
             id: None,
-            disks: self.disks.iter().map(disk).collect(),
+            disks: self.disks.iter().map(disk).chain(self.others.iter().map(other)).collect(),
             nvram: None,
             tpm: None,
             also: Vec::new(),
@@ -133,6 +146,7 @@ mod tests {
             command_line: vec!["qemu".into(), "-name".into(), "web1".into()],
             folder: "/".into(),
             disks: [("a", "/i/a"), ("b", "/i/b")].map(|(name, path)| (name.to_owned(), disk(path))).into(),
+            others: vec!["cd".into()],
         };
         let text = definition.text(&[("b".into(), "web1-b.img".into()), ("x".into(), "x.img".into())]);
         let read: QemuDefinition = serde_json::from_str(&format!("{text}\n\n")).unwrap();
@@ -140,7 +154,7 @@ mod tests {
         assert_eq!((read.disks["a"].replica.as_deref(), read.disks.len()), (None, 2));
         assert_eq!(read.without_replicas(), definition);
         let rests = definition.at_rest();
-        assert!(rests.id.is_none() && rests.followed().count() == 2);
+        assert!(rests.id.is_none() && rests.followed().count() == 2 && rests.disks.len() == 3);
         assert!(definition.has_any_of(&rests));
     }
 }

@@ -157,9 +157,10 @@ type Found = (Box<dyn Hypervisor>, Domain);
 
 /// The machine of this name; `None` if libvirt has it no more.
 fn seek(name: &str, plain: &str, state: &StateDir) -> Result<Option<Found>, Failure> {
-    if let Some(socket) = machine_name::monitor_of(name, state) {
-        let (monitor, domain, _) = qemu::at(&socket, state)?;
-        return Ok(Some((Box::new(monitor), domain)));
+    if let Some((plain, socket)) = machine_name::monitor_of(name, state) {
+        let (monitor, domain, found) = qemu::at(&socket, Some(&plain), state)?;
+        // Another one may be there by now, with its own.
+        return Ok((found == plain).then(|| (Box::new(monitor) as Box<dyn Hypervisor>, domain)));
     }
     let [definition, ..] = carry::files(state, plain);
     let carried = std::fs::read_to_string(definition).ok();

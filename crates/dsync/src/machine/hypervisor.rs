@@ -49,6 +49,9 @@ pub(super) trait Hypervisor: Send + Sync {
     /// A backup job of the machine, which runs, with a socket of its own; `scratch` is a folder for what is overwritten meanwhile.
     fn backup(&self, domain: &Domain, scratch: Option<&Path>) -> Result<Box<dyn Backup>, Failure>;
 
+    /// From where it is known which disks the machine has while it is off, if that may be out of date.
+    fn rests(&self) -> Option<String>;
+
     /// Where the disks of the machine are listed.
     fn list(&self) -> String;
 

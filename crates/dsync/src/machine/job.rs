@@ -26,6 +26,7 @@ use super::hypervisor::{Backup, Hypervisor, Which};
 use super::made::Made;
 use super::part::{OURS, Part};
 use crate::failure::Failure;
+use crate::output::Output;
 
 /// How long a connection to its disks may take to be made, before the job is ended all the same.
 const NEGOTIATED_WITHIN: Duration = Duration::from_secs(5);
@@ -43,6 +44,7 @@ pub(super) struct Job {
     plain: String,
     /// Its disks by their targets, with the paths by which each may be known.
     paths: Vec<(String, PathBuf)>,
+    output: Output,
 }
 
 /// A run that has a job, or may have. It ends with this.
@@ -53,7 +55,7 @@ impl Job {
     pub(super) fn new(
         (domain, plain): (&Domain, &str),
         (host, backup): (Arc<dyn Hypervisor>, Box<dyn Backup>),
-        state: &StateDir,
+        (state, output): (&StateDir, &Output),
     ) -> Job {
         Job {
             machine: domain.name.clone(),
@@ -65,6 +67,7 @@ impl Job {
                 .followed()
                 .flat_map(|(target, image)| image.chain().map(|path| (target.to_owned(), path.clone())))
                 .collect(),
+            output: output.alike(),
         }
     }
 
@@ -103,6 +106,7 @@ impl Job {
 
     /// Begins, with a checkpoint of this name if one is kept of any of the disks. What is not told of a disk is noted in its part.
     fn begin(&self, parts: &mut [Part], name: &str) -> Result<(), Failure> {
+        let mut is_alone = false;
         loop {
             // Before it is made: what is on no list is never deleted.
             let marks = parts.iter().filter(|part| part.is_listed);
@@ -112,8 +116,9 @@ impl Job {
                 return Made::of(&self.state, &self.plain).confirm(name, self.host.created(name)?);
             };
             // That of a run that was killed, whose request was carried out only now.
-            if self.refuse_other()? {
+            if !is_alone && self.refuse_other()? {
                 self.end(Which::Ours)?;
+                is_alone = true;
                 continue;
             }
             // It names the disk whose bitmap is gone; where it names none, all are compared.
@@ -157,13 +162,20 @@ impl Job {
         Ok(wrong)
     }
 
-    /// Ends the job and tidies up. Returns what is left.
-    fn finish(&self) -> Result<Vec<String>, Failure> {
+    /// Ends the job and tidies up. Says what is left, and whether the machine stands still.
+    fn finish(&self) -> Result<(), Failure> {
         let ended = self.end(Which::Own);
         let left = self.tidy().unwrap_or_else(|why| {
             vec![format!("the checkpoints of {} are not tidied up: {why}", self.machine)]
         });
-        ended.map(|()| left)
+        left.iter().for_each(|left| self.output.warn(left));
+        if let Ok(Some((state, way))) = self.host.stopped() {
+            self.output.warn(&format!(
+                "{} is {state}: its scratch file may have found no room. Free some, and {way}",
+                self.machine
+            ));
+        }
+        ended
     }
 }
 
@@ -205,11 +217,11 @@ impl Begun {
         }))
     }
 
-    /// Ends the job and tidies up. Returns what is left.
+    /// Ends the job and tidies up.
     ///
     /// # Errors
     /// If the job does not end.
-    pub(super) fn end(self) -> Result<Vec<String>, Failure> {
+    pub(super) fn end(self) -> Result<(), Failure> {
         let mut held = current();
         *held = None;
         self.0.finish()

@@ -44,6 +44,13 @@ impl Made {
         self.entries.iter().any(is)
     }
 
+    /// True if one of the checkpoints was made in this QEMU.
+    pub(super) fn is_in(&self, qemu: &str) -> bool {
+        self.entries
+            .iter()
+            .any(|entry| entry.mark.strip_prefix(qemu).is_some_and(|rest| rest.starts_with('-')))
+    }
+
     /// Notes when a checkpoint was created. Until then it is not believed.
     ///
     /// # Errors

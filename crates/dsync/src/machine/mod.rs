@@ -200,10 +200,10 @@ fn lock((name, group): (&str, &str), state: &StateDir) -> Result<FolderLock, Fai
 
 /// The machine that is meant, and its plain name.
 fn find(named: MachineWord<'_>, state: &StateDir) -> Result<(Arc<dyn Hypervisor>, Domain, String), Failure> {
-    let socket = match named {
-        MachineWord::Monitor(socket) => socket.to_path_buf(),
+    let (meant, socket) = match named {
+        MachineWord::Monitor(socket) => (None, socket.to_path_buf()),
         MachineWord::Name(name) => match machine_name::monitor_of(name, state) {
-            Some(socket) => socket,
+            Some((plain, socket)) => (Some(plain), socket),
             None => {
                 let (libvirt, domain) = libvirt::find(name)?;
                 let plain = machine_name::plain(&domain.name, &domain.uuid);
@@ -211,12 +211,10 @@ fn find(named: MachineWord<'_>, state: &StateDir) -> Result<(Arc<dyn Hypervisor>
             }
         },
     };
-    let (monitor, domain, plain) = qemu::at(&socket, state)?;
-    if let MachineWord::Name(name) = named
-        && !machine_name::is_group_of(name, &machine_name::group(&plain))
-    {
+    let (monitor, domain, plain) = qemu::at(&socket, meant.as_deref(), state)?;
+    if let Some(meant) = meant.filter(|meant| *meant != plain) {
         return Err(Failure::refused(format!(
-            "the QEMU at {}, where {name} was, is {} now: name the monitor of {name} as qemu:SOCKET",
+            "the QEMU at {}, where {meant} was, is {} now: name the monitor of {meant} as qemu:SOCKET",
             socket.display(),
             domain.name
         )));

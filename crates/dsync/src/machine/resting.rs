@@ -22,6 +22,9 @@ impl Machine<'_> {
     /// Brings the replicas to what the disks are.
     pub(super) fn sync_resting(&self, sync: &GroupSync<'_>) -> Result<Pushed> {
         self.say_left_out();
+        if let Some(where_from) = self.host.rests() {
+            self.output.note(&format!("{} is off: {where_from}", self.domain.name));
+        }
         let mut members = Vec::new();
         let mut recorded = Vec::new();
         for (target, image) in self.disks() {

@@ -52,7 +52,7 @@ impl Machine<'_> {
         }
         self.say_parts(&parts);
         let (group, mut members) = sync.run(group, false)?;
-        self.end(begun)?;
+        begun.end()?;
         for (member, _) in members.iter_mut().zip(&parts).filter(|(_, part)| part.has_bitmap()) {
             if member.trust == TRACKED {
                 member.trust = "as told by QEMU".into();
@@ -72,7 +72,7 @@ impl Machine<'_> {
             )));
         }
         let backup = self.host.backup(&self.domain, self.args.scratch.as_deref())?;
-        Ok(Job::new((&self.domain, &self.name), (self.host.clone(), backup), self.state))
+        Ok(Job::new((&self.domain, &self.name), (self.host.clone(), backup), (self.state, self.output)))
     }
 
     /// A disk as a member of the group, as the job shows it.
@@ -96,19 +96,6 @@ impl Machine<'_> {
         });
         let format = part.is_qcow2.then_some(Format::Qcow2);
         self.member(&part.target, &part.path, SourceOptions { told, format, ..SourceOptions::default() })
-    }
-
-    /// Ends the job, and says what is left.
-    pub(super) fn end(&self, begun: Begun) -> Result<()> {
-        let left = begun.end()?;
-        if let Some((state, way)) = self.host.stopped()? {
-            self.output.warn(&format!(
-                "{} is {state}: its scratch file may have found no room. Free some, and {way}",
-                self.domain.name
-            ));
-        }
-        left.iter().for_each(|left| self.output.warn(left));
-        Ok(())
     }
 
     /// Begins the job, between two looks at the machine that show the same. Returns the name of its moment.
@@ -218,9 +205,13 @@ impl Machine<'_> {
     /// The checkpoint from which the changes of a disk can be told, or why there is none.
     fn since(&self, path: &Path, checkpoints: &[String]) -> Result<Result<String, Untold>> {
         let Some(moment) = source::last_moment(self.state, path)? else {
-            let known = self.state.source(&path.to_string_lossy())?.is_some();
-            let off = || because("the VM was off at its last sync");
-            return Ok(Err(if known { off() } else { Untold::New }));
+            let Some((place, _)) = self.state.source(&path.to_string_lossy())? else {
+                return Ok(Err(Untold::New));
+            };
+            let is_begun = History::read(&Dir::existing(&place)?)?.last().is_none();
+            let why =
+                if is_begun { "its first copy was interrupted" } else { "the VM was off at its last sync" };
+            return Ok(Err(because(why)));
         };
         Ok(match moment.name.filter(|_| moment.elsewhere) {
             Some(name) if checkpoints.contains(&name) => Ok(name),

@@ -148,7 +148,7 @@ impl Verification<'_> {
         }
         let is_told: Vec<bool> = parts.iter().map(|part| part.since.is_ok()).collect();
         let code = self.compare(group, &is_told);
-        self.machine.end(begun)?;
+        begun.end()?;
         self.found.unverified.extend(untold);
         code
     }

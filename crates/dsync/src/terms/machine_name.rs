@@ -72,10 +72,11 @@ pub(crate) fn definitions<T: serde::de::DeserializeOwned>(state: &StateDir) -> V
     files.filter_map(|file| read(file.path())).collect()
 }
 
-/// The socket of the monitor of the machine that was synced under this name; `None` if it was not, or libvirt runs it.
-pub(crate) fn monitor_of(name: &str, state: &StateDir) -> Option<PathBuf> {
+/// The plain name of the machine that was synced under this name, and the socket of its monitor; `None` if it was not, or libvirt runs it.
+pub(crate) fn monitor_of(name: &str, state: &StateDir) -> Option<(String, PathBuf)> {
     let known = definitions::<Monitored>(state).into_iter();
-    known.filter(|(plain, _)| is_group_of(name, &group(plain))).map(|(_, known)| known.monitor).next()
+    let mut known = known.filter(|(plain, _)| is_group_of(name, &group(plain)));
+    known.next().map(|(plain, known)| (plain, known.monitor))
 }
 
 fn named(word: &str) -> Option<&str> {

@@ -363,13 +363,17 @@ impl Told {
         }
     }
 
-    /// What was told, with the list of changes that was read from its bitmap.
+    /// What was told, with the list of changes that was read from its bitmap; `size` is that of what is read.
     ///
     /// # Errors
     /// If there is no such bitmap, or it is of another disk.
-    pub(crate) fn listed(&self, backing: &dyn Backing, about: &SourceMetadata) -> Result<Told, SourceError> {
+    pub(crate) fn listed(
+        &self,
+        backing: &dyn Backing,
+        about: &SourceMetadata,
+        size: u64,
+    ) -> Result<Told, SourceError> {
         let ToldChanges::Bitmap { since, context } = &self.changes else { return Ok(self.clone()) };
-        let size = about.identity.size;
         let ranges = match backing.bitmap(context) {
             Err(error) if self.group.is_some() && error.is_refusal() => {
                 let changes = ToldChanges::Lost(format!("its moment does not offer {context}"));
@@ -377,7 +381,8 @@ impl Told {
             }
             read => read?,
         };
-        let image = qcow2_size(&about.path)?;
+        // The export of a machine's disk is the right one, and what the guest has written to a raw one may look like anything.
+        let image = if self.group.is_none() { qcow2_size(&about.path)? } else { None };
         if let Some(image) = image.filter(|image| *image != size) {
             return Err(SourceError::Refused(format!(
                 "the disk in {} has {}, and the one that is read in its place has {}: give the export of that disk",

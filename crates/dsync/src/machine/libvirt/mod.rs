@@ -146,6 +146,10 @@ impl Hypervisor for Libvirt {
         }))
     }
 
+    fn rests(&self) -> Option<String> {
+        None
+    }
+
     fn list(&self) -> String {
         format!("\"virsh domblklist {}\"", self.name)
     }

@@ -42,7 +42,7 @@ pub(in crate::machine) fn look_up(name: &str) -> Result<String, Failure> {
     virsh("dumpxml", &[&format!("--domain={name}")], Stdio::null())?.map_err(|why| {
         if why.contains("failed to connect") || why.contains("Failed to connect") {
             return Failure::failed(format!(
-                "libvirt does not answer ({why}): start it (\"systemctl start libvirtd\"), or name the one that is meant in LIBVIRT_DEFAULT_URI"
+                "libvirt does not answer ({why}): start it (\"systemctl start libvirtd\"), or name the one that is meant in LIBVIRT_DEFAULT_URI. A VM without libvirt is named by the monitor of its QEMU, qemu:SOCKET"
             ));
         }
         Failure::failed(format!("there is no VM {name} in libvirt ({why}): \"virsh list --all\" lists them"))

@@ -5,11 +5,14 @@
 //!   in this order. Whatever is written between two of its steps is told of twice, and never missed.
 //! - *The checkpoint before goes on* until the replicas have committed. Where a run is killed, nothing is to be mended.
 //! - *What is ours* is known by its name, `dsync-RUN-…`, and the server by its socket, at which nobody else listens. All of it ends with the QEMU.
-//! - *The scratch file* has no name, and QEMU gets it from this process: it may be another user's, and nothing is left.
+//! - *The scratch file* has no name, and QEMU opens it at this process, or gets it from there where it may not: nothing is left.
 
+use std::collections::BTreeSet;
+use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
@@ -43,8 +46,8 @@ pub(super) struct QemuJob {
     run: String,
     socket: PathBuf,
     scratch: PathBuf,
-    /// How many disks it shows.
-    shown: AtomicUsize,
+    /// The scratch files of the disks that it shows.
+    files: Mutex<Vec<File>>,
 }
 
 /// What it is about that QEMU has said.
@@ -55,7 +58,7 @@ impl QemuJob {
         let run = format!("{OURS}{:0RUN$x}-", Uuid::new_v4().as_fields().0);
         let socket = monitor.runs.join(format!("{}{SOCKET}", run.trim_end_matches('-')));
         let scratch = scratch.unwrap_or(&monitor.scratch).to_path_buf();
-        QemuJob { monitor, run, socket, scratch, shown: AtomicUsize::new(0) }
+        QemuJob { monitor, run, socket, scratch, files: Mutex::default() }
     }
 
     fn connect(&self) -> Result<Qmp, Failure> {
@@ -89,17 +92,14 @@ impl QemuJob {
         let file = tempfile::tempfile_in(&self.scratch).map_err(failed)?;
         let (name, overlay, job) =
             (format!("{}f{at}", self.run), format!("{}s{at}", self.run), format!("{}c{at}", self.run));
-        let set = match qmp.hand_over("add-fd", json!({ "opaque": self.run }), &file)? {
-            Ok(set) => set["fdset-id"].clone(),
-            Err(why) => return Ok(Err(why)),
-        };
-        let file = json!({ "driver": "file", "node-name": name, "filename": format!("/dev/fdset/{set}") });
+        if let Err(why) = self.open_scratch(qmp, &file, &name)? {
+            return Ok(Err(why));
+        }
+        self.files().push(file);
         let image =
             json!({ "job-id": job, "options": { "driver": "qcow2", "file": name, "size": node.size } });
-        for (command, arguments) in [("blockdev-add", file), ("blockdev-create", image)] {
-            if let Err(why) = qmp.ask(command, arguments)? {
-                return Ok(Err(why));
-            }
+        if let Err(why) = qmp.ask("blockdev-create", image)? {
+            return Ok(Err(why));
         }
         let began = Instant::now();
         loop {
@@ -122,6 +122,31 @@ impl QemuJob {
         qmp.tell("job-dismiss", json!({ "id": job }))?;
         let overlay = json!({ "driver": "qcow2", "node-name": overlay, "file": name, "backing": node.name });
         Ok(qmp.ask("blockdev-add", overlay)?.map(|_| ()))
+    }
+
+    /// Has QEMU open a scratch file as a node of this name.
+    fn open_scratch(&self, qmp: &mut Qmp, file: &File, name: &str) -> Result<Said, Failure> {
+        let open = |qmp: &mut Qmp, path: String| {
+            qmp.ask("blockdev-add", json!({ "driver": "file", "node-name": name, "filename": path }))
+        };
+        let Err(why) = open(qmp, format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()))? else {
+            return Ok(Ok(()));
+        };
+        // Another user's may not look into this process. What it is given it gives back only while the VM runs.
+        if qmp.tell("query-status", json!({}))?["running"] != true {
+            return Ok(Err(format!(
+                "{why}, and the VM stands still: run this as the user of its QEMU, or once it goes on"
+            )));
+        }
+        let set = match qmp.hand_over("add-fd", json!({ "opaque": self.run }), file)? {
+            Ok(set) => set["fdset-id"].clone(),
+            Err(why) => return Ok(Err(why)),
+        };
+        Ok(open(qmp, format!("/dev/fdset/{set}"))?.map(|_| ()))
+    }
+
+    fn files(&self) -> MutexGuard<'_, Vec<File>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins the checkpoint, stops the writes, and takes what was recorded, as one.
@@ -207,17 +232,29 @@ impl QemuJob {
         }
     }
 
-    /// The sockets of runs that are meant.
-    fn sockets(&self, which: Which) -> Vec<PathBuf> {
+    /// The runs that have left something in a QEMU.
+    fn runs_in(qmp: &mut Qmp) -> Result<BTreeSet<String>, Failure> {
+        let nodes = qmp.tell("query-named-block-nodes", json!({ "flat": true }))?;
+        let exports = qmp.tell("query-block-exports", json!({}))?;
+        let all = names(&nodes, "node-name").into_iter().chain(names(&exports, "id"));
+        Ok(all.filter_map(|name| run_of(&name).map(str::to_owned)).collect())
+    }
+
+    /// The sockets that are meant, of these runs.
+    fn sockets(&self, which: Which, runs: &BTreeSet<String>) -> Result<BTreeSet<PathBuf>, Failure> {
         if which == Which::Own {
-            return vec![self.socket.clone()];
+            return Ok([self.socket.clone()].into());
         }
-        let files = std::fs::read_dir(&self.monitor.runs).into_iter().flatten().flatten();
-        let is_socket = |path: &PathBuf| {
-            let name = path.file_name().and_then(|name| name.to_str()?.strip_suffix(SOCKET));
-            name.is_some_and(|name| is_ours(&format!("{name}-")))
+        let run_at = |path: &Path| {
+            let name = path.file_name()?.to_str()?.strip_suffix(SOCKET)?;
+            run_of(&format!("{name}-")).map(str::to_owned)
         };
-        files.map(|file| file.path()).filter(is_socket).collect()
+        // Those of a run with another state directory are elsewhere.
+        let listed = listed_sockets()?.into_iter().map(|(path, _)| path);
+        let known = listed.filter(|path| run_at(path).is_some_and(|run| runs.contains(&run)));
+        let own =
+            std::fs::read_dir(&self.monitor.runs).into_iter().flatten().flatten().map(|file| file.path());
+        Ok(own.filter(|path| run_at(path).is_some()).chain(known).collect())
     }
 
     /// Asks for the end of all that is meant; true if nothing is left.
@@ -232,7 +269,8 @@ impl QemuJob {
         if !exports.is_empty() {
             return Ok(false);
         }
-        for socket in self.sockets(which).iter().filter(|socket| socket.exists()) {
+        let runs = Self::runs_in(qmp)?;
+        for socket in &self.sockets(which, &runs)? {
             let (listens, connected) = users_of(socket)?;
             // A server that is stopped while a connection begins or ends takes the VM with it (CVE-2024-7409).
             if listens && connected > 0 {
@@ -278,11 +316,19 @@ impl Backup for QemuJob {
     fn is_left(&self) -> Result<bool, Failure> {
         let mut qmp = self.connect()?;
         self.refuse_foreign(&mut qmp)?;
-        let nodes = qmp.tell("query-named-block-nodes", json!({ "flat": true }))?;
-        let sets = qmp.tell("query-fdsets", json!({}))?;
-        let sets = sets.as_array().into_iter().flatten().flat_map(|set| names(&set["fds"], "opaque"));
-        Ok(names(&nodes, "node-name").into_iter().chain(sets).any(|name| is_ours(&name))
-            || !self.sockets(Which::Ours).is_empty())
+        let runs = Self::runs_in(&mut qmp)?;
+        let sockets = self.sockets(Which::Ours, &runs)?;
+        for socket in sockets.iter().filter(|socket| socket.parent() != Some(&*self.monitor.runs)) {
+            // With a folder of its own, it does not see our lock.
+            if users_of(socket)?.1 > 0 {
+                return Err(Failure::busy(format!(
+                    "the VM of the QEMU at {} is synced or verified already, by another dsync (at {}): wait for it, as --wait does",
+                    self.monitor.socket.display(),
+                    socket.display()
+                )));
+            }
+        }
+        Ok(!runs.is_empty() || !sockets.is_empty())
     }
 
     fn begin(&self, parts: &[Part], checkpoint: &str) -> Result<Result<(), String>, Failure> {
@@ -304,7 +350,7 @@ impl Backup for QemuJob {
             shown.push((part, node));
         }
         // All of it is ended where a step of it fails: by the caller, or by the next run.
-        self.shown.store(shown.len(), Relaxed);
+        self.files().clear();
         let mut begun = self.prepare(&mut qmp, &shown)?;
         if begun.is_ok() {
             begun = self.take(&mut qmp, &shown, checkpoint)?;
@@ -326,7 +372,8 @@ impl Backup for QemuJob {
     fn end(&self, which: Which) -> Result<(), Failure> {
         let began = Instant::now();
         let Some(mut qmp) = self.monitor.connect()? else {
-            self.sockets(which).iter().for_each(|socket| drop(std::fs::remove_file(socket)));
+            let sockets = self.sockets(which, &BTreeSet::new())?;
+            sockets.iter().for_each(|socket| drop(std::fs::remove_file(socket)));
             return Ok(());
         };
         while !self.dismantle(&mut qmp, which)? {
@@ -349,7 +396,10 @@ impl Backup for QemuJob {
         };
         let jobs = own(&qmp.tell("query-block-jobs", json!({}))?, "device");
         let exports = own(&qmp.tell("query-block-exports", json!({}))?, "id");
-        let shown = self.shown.load(Relaxed);
+        let shown = self.files().len();
+        if super::has_moved(&qmp.tell("query-status", json!({}))?) {
+            return Ok(false);
+        }
         Ok(jobs == shown && exports == shown)
     }
 
@@ -361,23 +411,24 @@ impl Backup for QemuJob {
 /// True if somebody listens at a socket of ours, which is nobody but a QEMU whose server has not ended; and how many are connected there. It is not
 /// tried, but asked of the kernel.
 fn users_of(socket: &Path) -> Result<(bool, usize), Failure> {
-    let failed = |error| Failure::failed(format!("cannot read {UNIX_SOCKETS}: {error}"));
-    let sockets = std::fs::read(UNIX_SOCKETS).map_err(failed)?;
-    Ok(users_in(&String::from_utf8_lossy(&sockets), &socket.to_string_lossy()))
+    let sockets = listed_sockets()?;
+    let users = sockets.iter().filter(|(path, _)| path == socket);
+    let (listening, connected): (Vec<_>, Vec<_>) = users.partition(|(_, listens)| *listens);
+    Ok((!listening.is_empty(), connected.len()))
 }
 
-fn users_in(sockets: &str, path: &str) -> (bool, usize) {
-    let (mut listens, mut connected) = (false, 0);
-    let named = sockets.lines().filter_map(|line| line.strip_suffix(path));
-    // Number, users, protocol, flags, type, state, inode.
-    let numbers = named.map(|line| line.split_whitespace().collect::<Vec<_>>());
-    for numbers in numbers.filter(|numbers| numbers.len() == 7) {
-        match numbers[3] == LISTENS {
-            true => listens = true,
-            false => connected += 1,
-        }
-    }
-    (listens, connected)
+/// The sockets of this network namespace that have a path, each with whether somebody listens there.
+fn listed_sockets() -> Result<Vec<(PathBuf, bool)>, Failure> {
+    let failed = |error| Failure::failed(format!("cannot read {UNIX_SOCKETS}: {error}"));
+    let text = std::fs::read(UNIX_SOCKETS).map_err(failed)?;
+    let text = String::from_utf8_lossy(&text);
+    let socket = |line: &str| {
+        // Number, users, protocol, flags, type, state, inode, path.
+        let at = line.find(" /")? + 1;
+        let flags = line[..at].split_whitespace().nth(3)?;
+        Some((PathBuf::from(&line[at..]), flags == LISTENS))
+    };
+    Ok(text.lines().filter_map(socket).collect())
 }
 
 /// The bitmap of what was written to a disk, as its export shows it.
@@ -392,8 +443,13 @@ fn block_of(size: u64) -> u64 {
 
 /// True if a name is that of a thing that a run has made.
 pub(super) fn is_ours(name: &str) -> bool {
-    let run = name.strip_prefix(OURS).and_then(|rest| rest.split_once('-'));
-    run.is_some_and(|(run, _)| run.len() == RUN && run.chars().all(|c| c.is_ascii_hexdigit()))
+    run_of(name).is_some()
+}
+
+/// The run that has made a thing of this name.
+fn run_of(name: &str) -> Option<&str> {
+    let (run, _) = name.strip_prefix(OURS)?.split_once('-')?;
+    (run.len() == RUN && run.chars().all(|c| c.is_ascii_hexdigit())).then_some(run)
 }
 
 /// What the things of a list are called under this key.

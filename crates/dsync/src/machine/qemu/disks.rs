@@ -1,7 +1,7 @@
 //! The disks of a QEMU, as its monitor lists them.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde_json::Value;
 
@@ -56,9 +56,19 @@ fn chain(image: &Value) -> Vec<(Option<&str>, Option<&str>)> {
     images.map(|image| (image["filename"].as_str(), image["format"].as_str())).collect()
 }
 
-/// The disks in what `query-block` says; relative paths are in this folder.
-pub(super) fn disks(blocks: &Value, folder: &Path) -> Vec<Disk> {
-    blocks.as_array().into_iter().flatten().map(|block| disk(block, folder)).collect()
+/// The disks in what `query-block` says, whose images have the paths that `place` gives for their names.
+pub(super) fn disks(blocks: &Value, place: impl Fn(&str) -> Option<PathBuf>) -> Vec<Disk> {
+    let mut nodes = BTreeSet::new();
+    let disk = |block: &Value| {
+        let inserted = &block["inserted"];
+        let is_seen = inserted["node-name"].as_str().is_some_and(|node| !nodes.insert(node.to_owned()));
+        let answer = match is_seen {
+            true => Answer::LeftOut("another device of a disk before it"),
+            false => answer(inserted, &place),
+        };
+        Disk { target: target(block), answer }
+    };
+    blocks.as_array().into_iter().flatten().map(disk).collect()
 }
 
 /// The targets of the disks, with the paths of their devices.
@@ -84,18 +94,19 @@ pub(super) fn nodes(blocks: &Value) -> Vec<Node> {
 
 /// A disk is called by the id of its device, of its drive, or of its node.
 fn target(block: &Value) -> String {
-    let id = block["qdev"].as_str().and_then(|path| path.strip_prefix(NAMED)?.split('/').next());
+    let device = block["qdev"].as_str().unwrap_or_default();
+    // The id itself, or the path of a part of the device.
+    let id = match device.contains('/') {
+        true => device.strip_prefix(NAMED).and_then(|path| path.split('/').next()),
+        false => Some(device),
+    };
     let names = [id, block["device"].as_str(), block["inserted"]["node-name"].as_str()];
     let name = names.into_iter().flatten().find(|name| !name.is_empty()).unwrap_or("disk");
     let allowed = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '-' };
     name.trim_start_matches(['#', '.', '-']).chars().map(allowed).collect()
 }
 
-fn disk(block: &Value, folder: &Path) -> Disk {
-    Disk { target: target(block), answer: answer(&block["inserted"], folder) }
-}
-
-fn answer(inserted: &Value, folder: &Path) -> Answer {
+fn answer(inserted: &Value, place: &impl Fn(&str) -> Option<PathBuf>) -> Answer {
     if inserted.is_null() {
         return Answer::LeftOut("empty");
     }
@@ -111,13 +122,20 @@ fn answer(inserted: &Value, folder: &Path) -> Answer {
         other => return Answer::Refused(format!("of the format {other}, and not raw or qcow2")),
     };
     let image = &inserted["image"];
-    let Some(path) = path(image, folder) else {
+    let name = |image: &Value| {
+        let name = image["filename"].as_str().unwrap_or_default().to_owned();
+        Some(name).filter(|name| name.starts_with('/') || !(name.is_empty() || name.contains(':')))
+    };
+    let Some(name_here) = name(image) else {
         return Answer::Refused("not a file or a block device of this host".into());
+    };
+    let Some(path) = place(&name_here) else {
+        return Answer::Refused(format!("not a file that its QEMU has open by its name, {name_here}"));
     };
     let mut beneath = Vec::new();
     let mut at = image;
     while let Some(next) = at.get("backing-image") {
-        beneath.push(self::path(next, folder).unwrap_or_default());
+        beneath.push(name(next).and_then(|name| place(&name)).unwrap_or_default());
         at = next;
     }
     // A chain of which QEMU has not opened all images is shown as long as it is.
@@ -125,13 +143,6 @@ fn answer(inserted: &Value, folder: &Path) -> Answer {
     beneath.resize(beneath.len().max(known), PathBuf::new());
     let index = inserted["node-name"].as_str().map(str::to_owned);
     Answer::Followed(Image { path, is_qcow2, index, beneath })
-}
-
-/// The path of an image; `None` of what is no file.
-fn path(image: &Value, folder: &Path) -> Option<PathBuf> {
-    let name = image["filename"].as_str()?;
-    let is_path = name.starts_with('/') || !(name.is_empty() || name.contains(':'));
-    is_path.then(|| folder.join(name))
 }
 
 #[cfg(test)]
@@ -142,7 +153,8 @@ mod tests {
 
     fn answer_of(inserted: Value) -> Answer {
         let block = json!([{ "device": "virtio0", "inserted": inserted }]);
-        disks(&block, Path::new("/srv")).remove(0).answer
+        let place = |name: &str| (name != "/gone").then(|| PathBuf::from("/srv").join(name));
+        disks(&block, place).remove(0).answer
     }
 
     #[test]
@@ -168,9 +180,27 @@ mod tests {
             assert!(!matches!(answer_of(other), Answer::Followed(_)), "{key}");
         }
         assert_eq!(answer_of(Value::Null), Answer::LeftOut("empty"));
-        for (drv, name) in [("vmdk", "/a"), ("raw", "rbd:pool/a"), ("raw", "json:{}"), ("raw", "nbd://h/a")] {
+        for (drv, name) in [
+            ("vmdk", "/a"),
+            ("raw", "rbd:pool/a"),
+            ("raw", "json:{}"),
+            ("raw", "nbd://h/a"),
+            ("raw", "/gone"),
+        ] {
             assert!(matches!(answer_of(inserted(drv, name)), Answer::Refused(_)), "{drv} {name}");
         }
+    }
+
+    #[test]
+    fn a_disk_with_two_devices_is_one() {
+        let block = |device: &str| {
+            let inserted = json!({ "node-name": "n", "drv": "raw", "image": { "filename": "/a" } });
+            json!({ "device": device, "inserted": inserted })
+        };
+        let disks = disks(&json!([block("a"), block("b")]), |name| Some(name.into()));
+        assert!(
+            matches!(disks[0].answer, Answer::Followed(_)) && matches!(disks[1].answer, Answer::LeftOut(_))
+        );
     }
 
     #[test]
@@ -180,6 +210,7 @@ mod tests {
         let id =
             json!({ "device": "", "qdev": "/machine/peripheral/disk1/virtio-backend", "inserted": node });
         assert_eq!(called(id), "disk1");
+        assert_eq!(called(json!({ "device": "d0", "qdev": "sda", "inserted": node })), "sda");
         let drive =
             json!({ "device": "d 0", "qdev": "/machine/peripheral-anon/device[0]", "inserted": node });
         assert_eq!(called(drive), "d-0");

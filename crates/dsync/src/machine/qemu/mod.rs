@@ -20,6 +20,7 @@ use super::carry;
 use super::definition::{Definition, QemuDefinition};
 use super::domain::{Domain, Image};
 use super::hypervisor::{Backup, Hypervisor, closes_safely};
+use super::made::Made;
 use super::part::OURS;
 use crate::failure::Failure;
 use crate::terms::machine_name;
@@ -38,11 +39,15 @@ pub(super) struct Monitor {
     scratch: PathBuf,
 }
 
-/// The machine at a monitor, with its plain name.
+/// The machine at a monitor, with its plain name. While it is off, that of this name is meant.
 ///
 /// # Errors
 /// If nobody listens there and none was synced from there, and if another one was synced under its name.
-pub(super) fn at(socket: &Path, state: &StateDir) -> Result<(Monitor, Domain, String), Failure> {
+pub(super) fn at(
+    socket: &Path,
+    meant: Option<&str>,
+    state: &StateDir,
+) -> Result<(Monitor, Domain, String), Failure> {
     let failed =
         |error: io::Error| Failure::usage(format!("qemu:{} names no path: {error}", socket.display()));
     let socket = std::path::absolute(socket).map_err(failed)?;
@@ -54,8 +59,13 @@ pub(super) fn at(socket: &Path, state: &StateDir) -> Result<(Monitor, Domain, St
         scratch: state.machines_folder(),
     };
     let Some(mut qmp) = Qmp::connect(&socket)? else {
-        let kept = known.into_iter().find(|(_, kept)| kept.monitor == socket);
-        let Some((plain, kept)) = kept else { return Err(nobody(&socket)) };
+        let is_it = |plain: &str, kept: &QemuDefinition| {
+            kept.monitor == socket && meant.is_none_or(|meant| meant == plain)
+        };
+        let mut found = known.into_iter().filter(|(plain, kept)| is_it(plain, kept));
+        let (Some((plain, kept)), None) = (found.next(), found.next()) else {
+            return Err(nobody(&socket));
+        };
         let domain = kept.at_rest();
         monitor.runs = super::place_of(&machine_name::group(&plain), state);
         monitor.kept = Some(kept);
@@ -65,7 +75,9 @@ pub(super) fn at(socket: &Path, state: &StateDir) -> Result<(Monitor, Domain, St
     let plain = machine_name::plain(&domain.name, &domain.uuid);
     let [xml, ..] = carry::files(state, &plain);
     monitor.kept = known.into_iter().find(|(known, _)| *known == plain).map(|(_, kept)| kept);
-    let is_other = |kept: &QemuDefinition| !kept.disks.is_empty() && !kept.has_any_of(&domain);
+    // In the same QEMU the images of all disks may be others by now.
+    let is_in = domain.id.as_deref().is_some_and(|qemu| Made::of(state, &plain).is_in(qemu));
+    let is_other = |kept: &QemuDefinition| !(is_in || kept.disks.is_empty() || kept.has_any_of(&domain));
     if xml.exists() || monitor.kept.as_ref().is_some_and(is_other) {
         return Err(Failure::refused(format!(
             "another VM was synced as {0} from this host: give this one a name of its own (\"qemu -name NAME\"), or forget that one with \"dsync forget vm:{0}\"",
@@ -108,7 +120,8 @@ impl Monitor {
             ))
         };
         let id = process::process_id(qmp.pid).map_err(unread)?;
-        let (_, folder) = process::command_line(qmp.pid).map_err(unread)?;
+        self.refuse_migrated(qmp)?;
+        let images = process::OpenImages::of(qmp.pid).map_err(unread)?;
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let named = text(&qmp.tell("query-name", json!({}))?["name"]).filter(|name| !name.is_empty());
         let stem = || self.socket.file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -117,7 +130,7 @@ impl Monitor {
         // Of a QEMU that was built without it there is none.
         let tpms = qmp.ask("query-tpm", json!({}))?.unwrap_or_default();
         let has_tpm = tpms.as_array().is_some_and(|tpms| !tpms.is_empty());
-        let disks = disks::disks(&blocks, &folder);
+        let disks = disks::disks(&blocks, |name| images.path(name));
         let mut names = BTreeSet::new();
         if let Some(twice) = disks.iter().find(|disk| !names.insert(&disk.target)) {
             return Err(Failure::refused(format!(
@@ -135,6 +148,27 @@ impl Monitor {
             tpm: None,
             also: has_tpm.then_some("the state of its TPM").into_iter().collect(),
         })
+    }
+
+    /// Refuses a QEMU whose disks another one has, or will have: what that writes is in no bitmap of this one.
+    fn refuse_migrated(&self, qmp: &mut Qmp) -> Result<(), Failure> {
+        let status = qmp.tell("query-status", json!({}))?;
+        if has_moved(&status) {
+            return Err(Failure::refused(format!(
+                "the VM of the QEMU at {} runs in another one ({}), where it was migrated to, or comes from: run this on the host of that, by its monitor",
+                self.socket.display(),
+                status["status"].as_str().unwrap_or_default()
+            )));
+        }
+        let migration = qmp.tell("query-migrate", json!({}))?;
+        let ended = ["none", "completed", "failed", "cancelled"];
+        match migration["status"].as_str().filter(|status| !ended.contains(status)) {
+            Some(_) => Err(Failure::busy(format!(
+                "the VM of the QEMU at {} is being migrated: wait for that, as --wait does",
+                self.socket.display()
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// What QEMU says of the disks, as they are without a job of ours.
@@ -165,6 +199,11 @@ impl Monitor {
         };
         Ok(nodes.filter_map(node).collect())
     }
+}
+
+/// True if another QEMU has the disks of one with this status, or will have them.
+fn has_moved(status: &Value) -> bool {
+    matches!(status["status"].as_str(), Some("postmigrate" | "finish-migrate" | "inmigrate"))
 }
 
 /// True if a device, or the controller that it is at, has an I/O thread.
@@ -201,6 +240,7 @@ impl Hypervisor for Monitor {
         })?;
         Ok(Definition::Qemu(QemuDefinition {
             disks: QemuDefinition::disks_of(&domain),
+            others: QemuDefinition::others_of(&domain),
             name: domain.name,
             uuid: domain.uuid,
             monitor: self.socket.clone(),
@@ -276,8 +316,20 @@ impl Hypervisor for Monitor {
         Ok(Box::new(QemuJob::new(self.clone(), scratch)))
     }
 
+    fn rests(&self) -> Option<String> {
+        let disks = self.kept.iter().flat_map(|kept| kept.disks.values());
+        let disks: Vec<_> = disks.map(|disk| disk.path.display().to_string()).collect();
+        Some(format!(
+            "its disks are those of its last sync, {}. A snapshot that was made since is not seen",
+            disks.join(", ")
+        ))
+    }
+
     fn list(&self) -> String {
-        format!("\"query-block\" at its monitor {}", self.socket.display())
+        match self.kept.as_ref().filter(|_| Qmp::connect(&self.socket).is_ok_and(|qmp| qmp.is_none())) {
+            Some(kept) => format!("the definition of {}, which was carried at its last sync,", kept.name),
+            None => format!("\"query-block\" at its monitor {}", self.socket.display()),
+        }
     }
 
     fn merge(&self) -> &'static str {

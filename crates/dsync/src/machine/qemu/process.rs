@@ -1,7 +1,71 @@
 //! The process of a QEMU.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::fs::Metadata;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Component, Path, PathBuf};
+
+/// The images that a process has open: by its paths of them alone another file might be meant, as where it has gone to another folder since.
+pub(super) struct OpenImages {
+    folder: PathBuf,
+    images: Vec<(PathBuf, ImageId)>,
+}
+
+/// Names a file, or a block device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ImageId {
+    File(u64, u64),
+    Device(u64),
+}
+
+impl ImageId {
+    fn of(found: &Metadata) -> Option<ImageId> {
+        let kind = found.file_type();
+        match kind.is_block_device() {
+            true => Some(ImageId::Device(found.rdev())),
+            false => kind.is_file().then(|| ImageId::File(found.dev(), found.ino())),
+        }
+    }
+}
+
+impl OpenImages {
+    /// Those of this process.
+    ///
+    /// # Errors
+    /// If they cannot be listed.
+    pub(super) fn of(pid: u32) -> io::Result<OpenImages> {
+        let (_, folder) = command_line(pid)?;
+        let files = std::fs::read_dir(format!("/proc/{pid}/fd"))?.flatten().map(|entry| entry.path());
+        let image = |file: PathBuf| {
+            let id = ImageId::of(&file.metadata().ok()?)?;
+            Some((std::fs::read_link(file).ok()?, id))
+        };
+        Ok(OpenImages { folder, images: files.filter_map(image).collect() })
+    }
+
+    /// The path of an image that the process calls so; `None` if that is none of those it has open, or could be several.
+    pub(super) fn path(&self, name: &str) -> Option<PathBuf> {
+        let is_open = |path: &Path| {
+            let id = path.metadata().ok().and_then(|found| ImageId::of(&found));
+            id.is_some_and(|id| self.images.iter().any(|(_, open)| *open == id))
+        };
+        let path = self.folder.join(name);
+        if is_open(&path) {
+            return Some(path);
+        }
+        let ending: PathBuf =
+            Path::new(name).components().filter(|part| matches!(part, Component::Normal(_))).collect();
+        let named = self.images.iter().map(|(path, _)| path);
+        let mut named: Vec<_> = named.filter(|path| path.ends_with(&ending) && is_open(path)).collect();
+        named.sort();
+        named.dedup();
+        match &named[..] {
+            [path] if Path::new(name).is_relative() => Some((*path).clone()),
+            _ => None,
+        }
+    }
+}
 
 /// The command line of a process, and its folder.
 ///
@@ -75,6 +139,26 @@ mod tests {
         ] {
             assert_eq!(of(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn an_image_is_what_the_process_has_open() {
+        let temp = tempfile::tempdir().unwrap();
+        let [open, other] = ["open.img", "other.img"].map(|name| temp.path().join(name));
+        std::fs::write(&other, "b").unwrap();
+        std::fs::write(&open, "a").unwrap();
+        let held = std::fs::File::open(&open).unwrap();
+        let images = || OpenImages::of(std::process::id()).unwrap();
+        let path = |name: &Path| images().path(&name.to_string_lossy());
+        assert_eq!(path(&open), Some(open.clone()));
+        assert_eq!(path(&other), None);
+        // It was started elsewhere.
+        assert_eq!(images().path("open.img"), Some(open.clone()));
+        assert_eq!(images().path("../x/open.img"), None);
+        // Another one is in its place.
+        std::fs::rename(&other, &open).unwrap();
+        assert_eq!((path(&open), images().path("open.img")), (None, None));
+        drop(held);
     }
 
     #[test]

@@ -7,11 +7,16 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+    SocketType, connect, sendmsg, socket_with,
+};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::machine::hypervisor::patience;
+use crate::machine::part::LOOK_EVERY;
 use crate::terms::units;
 
 /// How long another client may keep the monitor.
@@ -34,27 +39,30 @@ impl Qmp {
         let failed = |error: io::Error| {
             Failure::failed(format!("cannot connect to the monitor {}: {error}", socket.display()))
         };
-        let stream = match UnixStream::connect(socket) {
+        let free_within = FREE_WITHIN.min(patience());
+        let busy = || {
+            Failure::busy(format!(
+                "the monitor {} does not answer: another program is connected to it, and QEMU talks to one at a time. Wait for it, as --wait does, or \
+                 give QEMU one more for dsync, with another -qmp unix:PATH,server=on,wait=off",
+                socket.display()
+            ))
+        };
+        let stream = match dial(socket, Instant::now() + free_within) {
             Ok(stream) => stream,
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {
                 return Ok(None);
             }
+            Err(error) if is_late(&error) => return Err(busy()),
             Err(error) => return Err(failed(error)),
         };
         let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(io::Error::from).map_err(failed)?;
         let pid = peer.pid.as_raw_nonzero().get().cast_unsigned();
         let mut qmp = Qmp { socket: socket.to_path_buf(), reader: BufReader::new(stream), pid };
-        let greeting = match qmp.line(FREE_WITHIN.min(patience())) {
+        let greeting = match qmp.line(free_within) {
             Ok(Some(line)) => line,
             // It ended as it was asked.
             Ok(None) => return Ok(None),
-            Err(error) if is_late(&error) => {
-                return Err(Failure::busy(format!(
-                    "another program is connected to the monitor {}, and QEMU talks to one at a time: wait for it, as --wait does, or give QEMU one more \
-                     for dsync, with another -qmp unix:PATH,server=on,wait=off",
-                    socket.display()
-                )));
-            }
+            Err(error) if is_late(&error) => return Err(busy()),
             Err(error) => return Err(failed(error)),
         };
         if serde_json::from_str::<Value>(&greeting).ok().is_none_or(|said| said["QMP"].is_null()) {
@@ -158,6 +166,25 @@ impl Qmp {
     }
 }
 
+/// Connects, or waits for a place in the queue of those that want to.
+fn dial(socket: &Path, until: Instant) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(socket)?;
+    loop {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let stream = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        match connect(&stream, &address) {
+            Ok(()) => {
+                let stream = UnixStream::from(stream);
+                stream.set_nonblocking(false)?;
+                return Ok(stream);
+            }
+            // The queue is full.
+            Err(Errno::AGAIN) if Instant::now() < until => std::thread::sleep(LOOK_EVERY),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
 fn is_late(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }
@@ -174,7 +201,7 @@ fn send(stream: &UnixStream, text: &[u8], file: Option<BorrowedFd<'_>>) -> io::R
             control.push(SendAncillaryMessage::ScmRights(&files));
         }
         sent += match sendmsg(stream, &[IoSlice::new(&text[sent..])], &mut control, SendFlags::NOSIGNAL) {
-            Err(rustix::io::Errno::INTR) => 0,
+            Err(Errno::INTR) => 0,
             sent => sent?,
         };
     }
