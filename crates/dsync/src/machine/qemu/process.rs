@@ -30,7 +30,7 @@ impl ImageId {
 }
 
 impl OpenImages {
-    /// Those of this process.
+    /// The images of this process.
     ///
     /// # Errors
     /// If they cannot be listed.
