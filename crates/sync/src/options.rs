@@ -137,6 +137,12 @@ impl SyncOptions {
         self.adopt && self.overwrite
     }
 
+    /// True if a comparison may go on from one that was cut off: what is asked for by name is about all of the disk, and so are digests.
+    pub(crate) fn goes_on(&self) -> bool {
+        let is_plain = self.method.is_none() && self.digests.is_none() && self.unreadable == Unreadable::Fail;
+        is_plain && !self.adopt
+    }
+
     /// On one host, without a journal, a dense region is copied whole: that costs less than picking blocks.
     pub(crate) fn fills(&self) -> bool {
         !self.way.may_be_cut() && self.commit == CommitMode::InPlace

@@ -853,8 +853,9 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
     local::say_verdict(status.verdict, output);
     say_readers(&status.readers, output);
     if status.partial {
-        output
-            .say("  a transfer was interrupted: the next \"dsync sync\" goes on from it, unless it compares");
+        output.say(
+            "  a transfer was interrupted: the next \"dsync sync\" goes on from it, unless it compares all",
+        );
     } else if status.is_begun() {
         output.say("  the next \"dsync sync\" from its source completes it");
     }

@@ -25,11 +25,11 @@ pub(crate) fn facts<'a>(
     let positions = positions(status).filter(|positions| !positions.is_empty());
     let branch = handle.lives()?.relation(&status.replica.role.lives);
     let asked = positions.filter(|_| !options.overwrites());
-    // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
-    // received since was made for them as well.
-    let left_off = status.replica.toward.filter(|_| status.replica.resumes.is_none());
-    let unknown =
-        left_off.filter(|epoch| handle.reaches(&[KnownPosition { epoch: *epoch, upto: 0 }]).is_err());
+    // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet, and behind what was received since.
+    let unknown = status
+        .replica
+        .toward
+        .filter(|epoch| handle.reaches(&[KnownPosition { epoch: *epoch, upto: 0 }]).is_err());
     let is_past = |epoch| {
         let known = handle.reaches(&[KnownPosition { epoch, upto: 0 }]);
         matches!(branch, Branch::Same | Branch::Behind) && !matches!(known, Err(SourceError::Foreign(_)))
@@ -78,7 +78,7 @@ pub(crate) fn facts<'a>(
         size: disk.len(),
         empty: matches!(disk.allocated(0), Ok(None)),
         compared: match knowledge {
-            Knowledge::Lost(_) if !options.overwrites() && !options.adopt => compared(handle, status),
+            Knowledge::Lost(_) if options.goes_on() => compared(handle, status),
             _ => Vec::new(),
         },
         history: knowledge,
@@ -89,20 +89,20 @@ pub(crate) fn facts<'a>(
     })
 }
 
-/// The parts that an interrupted comparison has brought to an epoch of which it is known what changed since. They are all that the journal has: behind them
-/// what lies at the destination is compared, which what the journal has there would overwrite. Of a replica that others have changed, or that is unsure of
-/// some of its blocks, there are none.
+/// The parts that an interrupted comparison has brought to an epoch of which it is known what changed since. They must be all that was received since the
+/// last commit, and behind them nothing but that: what lies at the destination is compared there, which what the journal has would overwrite. Of a replica
+/// that others have changed, or that is unsure of some of its blocks, there are none.
 fn compared(handle: &Handle, status: &StatusReply) -> Vec<KnownPosition> {
     let replica = &status.replica;
     let is_plain = replica.changed.is_none() && replica.unsure.is_empty() && replica.role.demoted.is_none();
-    let Some((_, received)) =
-        replica.positions.split_last().filter(|_| replica.resumes.is_some() && is_plain)
-    else {
+    let is_journal = replica.resumes.is_some() && !replica.under_way();
+    let Some((base, received)) = replica.positions.split_last().filter(|_| is_plain && is_journal) else {
         return Vec::new();
     };
+    let is_base = base.epoch.is_some() && base.epoch == replica.epoch && base.upto == replica.size;
     let known = |part: &replica::Position| Some(KnownPosition { epoch: part.epoch?, upto: part.upto });
     let parts: Vec<_> = received.iter().map_while(known).collect();
-    let are_known = parts.len() == received.len() && handle.reaches(&parts).is_ok();
+    let are_known = is_base && parts.len() == received.len() && handle.reaches(&parts).is_ok();
     if are_known { parts } else { Vec::new() }
 }
 
@@ -145,6 +145,8 @@ pub(crate) fn moment<'a>(
                 }
                 // The gap appeared with the checkpoint itself.
                 Err(SourceError::Lost { why, .. }) => Some(Err(why)),
+                // A comparison can begin anew.
+                Err(_) if choice.method == delta::Method::Compare => None,
                 Err(other) => return Err(other.into()),
             }
         }

@@ -187,7 +187,7 @@ pub(crate) fn choose(
             Knowledge::Known => return Ok(Choice::tracked(positions)),
             // Trusted only with --adopt.
             Knowledge::NotAsked => "its history was not queried".to_owned(),
-            Knowledge::Lost(why) if options.method.is_none() => return Ok(Choice::rest(why, facts)),
+            Knowledge::Lost(why) if options.goes_on() => return Ok(Choice::rest(why, facts)),
             Knowledge::Lost(why) => why.to_string(),
             Knowledge::Foreign(why) => why.clone(),
         },

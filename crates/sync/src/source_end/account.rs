@@ -139,9 +139,10 @@ impl Account {
             tally.syncs += 1;
             tally.bytes_sent += summary.bytes_sent;
             tally.freeze_ms = summary.freeze_ms.or(tally.freeze_ms);
-            // What compares or sends all of it leaves nothing that differs, unless kept digests stood for the replica.
+            // What compares or sends all of it leaves nothing that differs, unless kept digests stood for the replica, or a part was compared before.
             let whole = matches!(summary.method, Method::Compare | Method::Rolling | Method::Copy);
-            let proven = whole && summary.digests.is_none();
+            let in_part = summary.resumed && summary.method == Method::Compare;
+            let proven = whole && summary.digests.is_none() && !in_part;
             for verified in tally.verified.iter_mut().filter(|verified| proven || verified.until_sync) {
                 (verified.repaired, verified.until_sync) = (true, false);
             }

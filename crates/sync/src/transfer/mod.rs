@@ -140,7 +140,6 @@ impl Transfer<'_> {
             let attended = Arc::new(view.attended(while_linked(self.receiver)));
             sending.wanted(&left.changed, &attended, self.packing(plan))?;
         }
-        let mut end = 0;
         let mut told = Told { from, upto: from, at: Instant::now() };
         let fill = self.options.fills() && !plan.pass;
         let comparison = Comparison {
@@ -161,17 +160,10 @@ impl Transfer<'_> {
                 self.totals.unreadable_there(&range);
                 Ok(())
             }
-            Finding::Upto(upto, _) if told.is_due(upto) => sending.compared(upto, &**view),
-            other => {
-                end = match &other {
-                    Finding::Data { offset, data } => offset + data.len() as u64,
-                    Finding::Zero(range) => range.end,
-                    _ => end,
-                };
-                sending.add(&other)
-            }
+            Finding::Upto(upto, _) if told.is_due(upto) => sending.flush(),
+            other => sending.add(&other),
         })?;
-        if plan.pass && end < view.len() {
+        if plan.pass && sending.end < view.len() {
             let mut block = Buf::new(last_block(view.len(), plan.header.block_size.into()) as usize);
             let offset = view.len() - block.len() as u64;
             view.read_at(offset, &mut block).map_err(SyncError::io("read the source"))?;

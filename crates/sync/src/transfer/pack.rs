@@ -14,7 +14,6 @@ use std::thread::available_parallelism;
 use compare::rolling::Change;
 use compare::{Finding, in_order};
 use delta::{Compressor, Encoder, Frame, Header, Record, Unit, encode_frame};
-use device::{Buf, Disk};
 use link::Sender;
 use source::View;
 
@@ -130,8 +129,8 @@ pub(crate) struct DeltaSender<'a> {
     packer: Packer,
     totals: &'a RunningTotals<'a>,
     block_size: u64,
-    /// All below was sent, or need not be.
-    end: u64,
+    /// Where what was added ends.
+    pub end: u64,
 }
 
 impl<'a> DeltaSender<'a> {
@@ -169,6 +168,7 @@ impl<'a> DeltaSender<'a> {
         let mut frames = FrameReader::new(wanted, view, how, self.totals).map_err(reading)?;
         while let Some((frame, end)) = frames.next(None).map_err(reading)? {
             self.totals.add(&frame, self.block_size, wanted.all_from);
+            self.end = frame.records.last().map_or(self.end, Record::end);
             self.frame(frame)?;
             view.taken(end);
         }
@@ -176,19 +176,8 @@ impl<'a> DeltaSender<'a> {
         Ok(())
     }
 
-    /// Tells the replica that all up to there was compared, by the last block of it: a delta has come as far as what it names. A block that cannot be read
-    /// is not told of.
-    pub(crate) fn compared(&mut self, upto: u64, disk: &dyn Disk) -> Result<(), SyncError> {
-        let begin = (upto.saturating_sub(1) / self.block_size * self.block_size).max(self.end);
-        let mut block = Buf::new(upto.saturating_sub(begin) as usize);
-        if begin < upto && disk.read_at(begin, &mut block).is_ok() {
-            let full = match block.iter().all(|byte| *byte == 0) {
-                true => self.packer.zero(begin..upto),
-                false => self.packer.data(begin, &block),
-            };
-            self.end = upto;
-            full.map_or(Ok(()), |frame| self.frame(frame))?;
-        }
+    /// Sends what was found so far: a delta has come as far as what it names.
+    pub(crate) fn flush(&mut self) -> Result<(), SyncError> {
         if self.packer.is_empty() {
             return Ok(());
         }
@@ -249,10 +238,7 @@ impl<'a> DeltaSender<'a> {
 
     /// Ends the delta.
     pub(crate) fn end(mut self) -> Result<(), SyncError> {
-        if !self.packer.is_empty() {
-            let frame = self.packer.take();
-            self.frame(frame)?;
-        }
+        self.flush()?;
         let mut sink = self.sender;
         sink.unit(self.encoder.trailer())
     }

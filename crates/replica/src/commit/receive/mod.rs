@@ -271,6 +271,8 @@ impl DeltaReceiver<'_> {
             None => Coverage::Part,
             Some(header) if header.partial => Coverage::Part,
             Some(header) if header.is_seed() => Coverage::Whole,
+            // What one that goes on does not look at was looked at when the replica was another.
+            Some(header) if header.resumes.is_some() => Coverage::Changed,
             Some(header) if header.binds.is_some() && header.method != Method::Tracked => Coverage::Whole,
             Some(_) => Coverage::Changed,
         }
