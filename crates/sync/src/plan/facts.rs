@@ -25,11 +25,12 @@ pub(crate) fn facts<'a>(
     let positions = positions(status).filter(|positions| !positions.is_empty());
     let branch = handle.lives()?.relation(&status.replica.role.lives);
     let asked = positions.filter(|_| !options.overwrites());
-    // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet, and behind what was received since.
-    let unknown = status
-        .replica
-        .toward
-        .filter(|epoch| handle.reaches(&[KnownPosition { epoch: *epoch, upto: 0 }]).is_err());
+    // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was received since was made for
+    // them as well, as far as that reaches.
+    let is_passed = status.replica.resumes.is_some() && status.replica.positions.len() == 1;
+    let left_off = status.replica.toward.filter(|_| !is_passed);
+    let unknown =
+        left_off.filter(|epoch| handle.reaches(&[KnownPosition { epoch: *epoch, upto: 0 }]).is_err());
     let is_past = |epoch| {
         let known = handle.reaches(&[KnownPosition { epoch, upto: 0 }]);
         matches!(branch, Branch::Same | Branch::Behind) && !matches!(known, Err(SourceError::Foreign(_)))
