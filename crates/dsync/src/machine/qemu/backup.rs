@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use serde_json::{Value, json};
@@ -24,12 +24,14 @@ use super::disks::{self, Node};
 use super::qmp::Qmp;
 use crate::failure::Failure;
 use crate::machine::hypervisor::{Backup, Which};
-use crate::machine::part::{Basis, ENDS_WITHIN, LOOK_EVERY, OURS, Part};
+use crate::machine::part::{Basis, ENDS_WITHIN, OURS, Part};
 
 /// The most blocks of a bitmap: it has at most 32 MiB.
 const MOST_BLOCKS: u64 = 1 << 28;
 /// Bytes that a bit is for, at least.
 const LEAST_BLOCK: u64 = 4096;
+/// How soon it is asked again whether a step has ended: most take a millisecond or two.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
 /// Hexadecimal digits of the name of a run.
 const RUN: usize = 8;
 /// Where the kernel lists the sockets of this network namespace.
@@ -117,7 +119,7 @@ impl QemuJob {
             if began.elapsed() > ENDS_WITHIN {
                 return Ok(Err("the scratch file is not formatted in time".into()));
             }
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(LOOK_AGAIN);
         }
         qmp.tell("job-dismiss", json!({ "id": job }))?;
         let overlay = json!({ "driver": "qcow2", "node-name": overlay, "file": name, "backing": node.name });
@@ -384,7 +386,7 @@ impl Backup for QemuJob {
                     self.run
                 )));
             }
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(LOOK_AGAIN);
         }
         Ok(())
     }
