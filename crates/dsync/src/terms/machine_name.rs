@@ -150,8 +150,9 @@ pub(crate) fn members(name: &str, state: &StateDir) -> Result<Vec<(PathBuf, Sour
 
 /// Of a machine that was never synced.
 fn unknown(name: &str) -> Failure {
+    let word = format!("{}{name}", if name.contains('/') { MONITOR } else { PREFIX });
     Failure::usage(format!(
-        "no VM {name} was synced with this state directory: \"dsync status\" lists those that were, and \"dsync sync vm:{name} DIR\" begins"
+        "no VM {name} was synced with this state directory: \"dsync status\" lists those that were, and \"dsync sync {word} DIR\" begins"
     ))
 }
 

@@ -21,6 +21,7 @@ use uuid::Uuid;
 
 use super::Monitor;
 use super::disks::{self, Node};
+use super::process::OpenImages;
 use super::qmp::Qmp;
 use crate::failure::Failure;
 use crate::machine::hypervisor::{Backup, Which};
@@ -131,8 +132,14 @@ impl QemuJob {
         let open = |qmp: &mut Qmp, path: String| {
             qmp.ask("blockdev-add", json!({ "driver": "file", "node-name": name, "filename": path }))
         };
-        let Err(why) = open(qmp, format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()))? else {
-            return Ok(Ok(()));
+        let why = match open(qmp, format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()))? {
+            Ok(_) if OpenImages::of(qmp.pid).is_ok_and(|images| images.has(file)) => return Ok(Ok(())),
+            // In a container, the numbers are those of other processes.
+            Ok(_) => {
+                qmp.tell("blockdev-del", json!({ "node-name": name }))?;
+                "its QEMU does not see this process".to_owned()
+            }
+            Err(why) => why,
         };
         // Another user's may not look into this process. What it is given it gives back only while the VM runs.
         if qmp.tell("query-status", json!({}))?["running"] != true {

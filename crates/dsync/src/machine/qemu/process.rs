@@ -1,7 +1,7 @@
 //! The process of a QEMU.
 
 use std::collections::BTreeSet;
-use std::fs::Metadata;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
@@ -42,6 +42,12 @@ impl OpenImages {
             Some((std::fs::read_link(file).ok()?, id))
         };
         Ok(OpenImages { folder, images: files.filter_map(image).collect() })
+    }
+
+    /// True if this file is one of them.
+    pub(super) fn has(&self, file: &File) -> bool {
+        let id = file.metadata().ok().and_then(|found| ImageId::of(&found));
+        id.is_some_and(|id| self.images.iter().any(|(_, open)| *open == id))
     }
 
     /// The path of an image that the process calls so; `None` if that is none of those it has open, or could be several.
@@ -152,6 +158,7 @@ mod tests {
         let path = |name: &Path| images().path(&name.to_string_lossy());
         assert_eq!(path(&open), Some(open.clone()));
         assert_eq!(path(&other), None);
+        assert!(images().has(&held));
         // It was started elsewhere.
         assert_eq!(images().path("open.img"), Some(open.clone()));
         assert_eq!(images().path("../x/open.img"), None);
@@ -166,10 +173,11 @@ mod tests {
         let own = process_id(std::process::id()).unwrap();
         assert_eq!(own, process_id(std::process::id()).unwrap());
         let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
-        assert_ne!(process_id(child.id()).unwrap(), own);
-        let (words, _) = command_line(child.id()).unwrap();
+        let other = process_id(child.id()).unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(words, ["sleep", "600"]);
+        assert_ne!(other, own);
+        let (words, _) = command_line(std::process::id()).unwrap();
+        assert_eq!(words, std::env::args().collect::<Vec<_>>());
     }
 }
