@@ -245,7 +245,8 @@ impl Hypervisor for Monitor {
             uuid: domain.uuid,
             monitor: self.socket.clone(),
             command_line,
-            folder,
+            // For people: JSON has no other bytes.
+            folder: folder.to_string_lossy().into_owned().into(),
         }))
     }
 

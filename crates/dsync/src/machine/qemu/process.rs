@@ -46,16 +46,17 @@ impl OpenImages {
 
     /// True if this file is one of them.
     pub(super) fn has(&self, file: &File) -> bool {
-        let id = file.metadata().ok().and_then(|found| ImageId::of(&found));
-        id.is_some_and(|id| self.images.iter().any(|(_, open)| *open == id))
+        file.metadata().is_ok_and(|found| self.is_open(&found))
     }
 
-    /// The path of an image that the process calls so; `None` if that is none of those it has open, or could be several.
+    fn is_open(&self, found: &Metadata) -> bool {
+        ImageId::of(found).is_some_and(|id| self.images.iter().any(|(_, open)| *open == id))
+    }
+
+    /// The path of an image that the process calls so; `None` if that is none of those it has open, or could be several, or cannot be written in JSON.
     pub(super) fn path(&self, name: &str) -> Option<PathBuf> {
-        let is_open = |path: &Path| {
-            let id = path.metadata().ok().and_then(|found| ImageId::of(&found));
-            id.is_some_and(|id| self.images.iter().any(|(_, open)| *open == id))
-        };
+        let is_open =
+            |path: &Path| path.to_str().is_some() && path.metadata().is_ok_and(|found| self.is_open(&found));
         let path = self.folder.join(name);
         if is_open(&path) {
             return Some(path);
