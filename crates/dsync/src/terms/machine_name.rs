@@ -4,7 +4,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-
 use source::{SourceMembership, SourceMetadata, StateDir};
 
 use crate::failure::Failure;
