@@ -170,14 +170,7 @@ impl Libvirt {
     /// Waits until a VM has written more than it had, by what its QEMU has written.
     pub fn writes_on(&self, name: &str) {
         let id = fs::read_to_string(self.pid_file(name)).expect("a VM that runs");
-        let place = format!("/proc/{}/io", id.trim());
-        let written = || {
-            let said = fs::read_to_string(&place).unwrap_or_else(|error| panic!("{place}: {error}"));
-            let bytes = said.lines().find_map(|line| line.strip_prefix("wchar: ")?.parse::<u64>().ok());
-            bytes.unwrap_or_else(|| panic!("no count: {said}"))
-        };
-        let before = written();
-        until("the guest writes", || written() > before + (10 << 12));
+        crate::qemu::writes_on(id.trim());
     }
 
     /// Where libvirt keeps the number of a VM's QEMU: under its name as it stands in XML.

@@ -76,14 +76,7 @@ impl Qemu {
 
     /// Waits until the guest has written more than it had.
     pub fn writes_on(&self) {
-        let place = format!("/proc/{}/io", self.process.pid().as_raw_nonzero());
-        let written = || {
-            let said = std::fs::read_to_string(&place).unwrap_or_else(|error| panic!("{place}: {error}"));
-            let bytes = said.lines().find_map(|line| line.strip_prefix("wchar: ")?.parse::<u64>().ok());
-            bytes.unwrap_or_else(|| panic!("no count: {said}"))
-        };
-        let before = written();
-        until("the guest writes", || written() > before + (10 << 12));
+        writes_on(&self.process.pid().as_raw_nonzero().to_string());
     }
 
     /// Connects to a monitor, which is nobody else's then.
@@ -128,6 +121,18 @@ impl Qemu {
     pub fn kill(&mut self) {
         self.process.kill();
     }
+}
+
+/// Waits until the guest of the QEMU with this process number has written more than it had, by what that has written.
+pub(crate) fn writes_on(process: &str) {
+    let place = format!("/proc/{process}/io");
+    let written = || {
+        let said = std::fs::read_to_string(&place).unwrap_or_else(|error| panic!("{place}: {error}"));
+        let bytes = said.lines().find_map(|line| line.strip_prefix("wchar: ")?.parse::<u64>().ok());
+        bytes.unwrap_or_else(|| panic!("no count: {said}"))
+    };
+    let before = written();
+    until("the guest writes", || written() > before + (10 << 12));
 }
 
 /// A connection to a monitor.
