@@ -1,5 +1,6 @@
 //! VMs under libvirt by their names: all disks of one, at one moment, while their guest never stops writing.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -80,6 +81,21 @@ impl World {
         }
     }
 
+    /// Has the VM go on in an image of its own above that of one disk.
+    fn snapshot(&self, disk: &str) {
+        let file = self.site.path(&format!("{disk}.snap"));
+        let own = format!("{disk},snapshot=external,file={}", file.display());
+        let other = if disk == "vda" { "vdb,snapshot=no" } else { "vda,snapshot=no" };
+        let words = ["--disk-only", "--no-metadata", "--diskspec", &own, "--diskspec", other];
+        self.host.virsh(["snapshot-create-as", VM].into_iter().chain(words)).ok();
+    }
+
+    /// Merges that into the image beneath it.
+    fn merge(&self, disk: &str) {
+        self.host.virsh(["blockcommit", VM, disk, "--active", "--pivot", "--wait"]).ok();
+        std::fs::remove_file(self.site.path(&format!("{disk}.snap"))).expect("the snapshot");
+    }
+
     /// Fails if a job is left, a file of one, or more than one checkpoint.
     fn clean(&self) {
         let both = format!("checkpoint-list --name {VM}; backup-dumpxml {VM}");
@@ -88,6 +104,23 @@ impl World {
         assert!(is_free.iter().any(|none| said.stderr.contains(none)), "{said}");
         let checkpoints = said.text().split_whitespace().count();
         assert!(checkpoints <= 1 && self.host.left(VM).is_empty(), "{said} {:?}", self.host.left(VM));
+        let bitmaps: BTreeSet<_> = self.bitmaps().into_iter().map(|(_, name)| name).collect();
+        assert!(bitmaps.len() <= 1, "{bitmaps:?}");
+    }
+
+    /// The bitmaps of ours that QEMU has, of the raw disk: each with the node that it is on.
+    fn bitmaps(&self) -> Vec<(String, String)> {
+        let nodes = r#"{"execute":"query-named-block-nodes","arguments":{"flat":true}}"#;
+        let said = self.host.virsh(["qemu-monitor-command", VM, nodes]).output();
+        let said: serde_json::Value = serde_json::from_str(&said.text()).unwrap_or_default();
+        let nodes = said["return"].as_array().into_iter().flatten();
+        let names = |node: &serde_json::Value| -> Vec<(String, String)> {
+            let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+            let bitmaps = node["dirty-bitmaps"].as_array().into_iter().flatten();
+            let of_node = bitmaps.map(|bitmap| (text(&node["node-name"]), text(&bitmap["name"])));
+            of_node.filter(|(node, name)| node.ends_with("-storage") && name.starts_with("dsync-")).collect()
+        };
+        nodes.flat_map(names).collect()
     }
 }
 
@@ -106,8 +139,8 @@ fn all_disks_of_a_vm_are_of_one_moment_in_each_sync() {
         let how =
             if round == 0 { "vda: copied: it was not synced yet" } else { "vda: QEMU's bitmap since dsync-" };
         assert!(text.contains(how), "{text}");
-        assert!(text.contains("vdb: compared: a raw image, of which libvirt keeps no checkpoint"), "{text}");
-        assert_eq!(text.contains("(as told by QEMU)"), round > 0, "{text}");
+        assert!(text.contains(&how.replace("vda", "vdb")), "{text}");
+        assert_eq!(text.matches("(as told by QEMU)").count(), if round > 0 { 2 } else { 0 }, "{text}");
     }
 }
 
@@ -121,7 +154,7 @@ fn a_kill_of_qemu_costs_a_comparison() {
     world.host.on(VM);
     let said = world.sync_paused();
     assert!(
-        said.contains("vda: compared: its QEMU was started, its image opened, or its checkpoint made again after its last sync"),
+        said.contains("vda: compared: its QEMU was started, its image opened, or its checkpoint deleted or made again after its last sync"),
         "{said}"
     );
     world.host.writes_on(VM);
@@ -133,7 +166,11 @@ fn a_kill_of_qemu_costs_a_comparison() {
     // Somebody deletes the checkpoint.
     let [checkpoint] = &world.host.checkpoints(VM)[..] else { panic!("one checkpoint") };
     world.host.virsh(["checkpoint-delete", VM, checkpoint]).ok();
-    assert!(world.sync_paused().contains("vda: compared: there is no checkpoint"));
+    let said = world.sync_paused();
+    assert!(
+        said.contains("vda: compared: ") && said.contains("its checkpoint deleted or made again"),
+        "{said}"
+    );
     // Somebody makes another of its name: it has none of what was written before.
     let [checkpoint] = &world.host.checkpoints(VM)[..] else { panic!("one checkpoint") };
     world.host.writes_on(VM);
@@ -143,7 +180,7 @@ fn a_kill_of_qemu_costs_a_comparison() {
     let disks = ["--diskspec", "vda", "--diskspec", "vdb,checkpoint=no"];
     world.host.virsh(["checkpoint-create-as", VM, checkpoint].into_iter().chain(disks)).ok();
     let said = world.sync_paused();
-    assert!(said.contains("or its checkpoint made again after its last sync"), "{said}");
+    assert!(said.contains("or its checkpoint deleted or made again after its last sync"), "{said}");
 }
 
 /// Its QEMU would end with a connection, also with that of a sync that is killed.
@@ -434,11 +471,7 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
 fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
     let Some(world) = World::new("a VM by its name with a snapshot") else { return };
     world.sync();
-    let spec = |disk, file| format!("{disk},snapshot=external,file={}", world.site.path(file).display());
-    let (vda, vdb) = (spec("vda", "a.snap"), spec("vdb", "b.snap"));
-    let snapshot =
-        ["snapshot-create-as", VM, "--disk-only", "--no-metadata", "--diskspec", &vda, "--diskspec", &vdb];
-    world.host.virsh(snapshot).ok();
+    ["vda", "vdb"].map(|disk| world.snapshot(disk));
     world.host.writes_on(VM);
     let said = world.sync().text();
     assert!(
@@ -450,12 +483,37 @@ fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
     world.host.virsh(["destroy", VM]).ok();
     world.run(&[]).code(4).says(&["vda of t1 has an image with another beneath"]);
     world.host.virsh(["start", VM]).ok();
-    for disk in ["vda", "vdb"] {
-        world.host.virsh(["blockcommit", VM, disk, "--active", "--pivot", "--wait"]).ok();
-    }
+    ["vda", "vdb"].map(|disk| world.merge(disk));
     assert!(world.sync_paused().contains("vda: compared: "));
     world.host.writes_on(VM);
     assert!(world.sync_paused().contains("vda: QEMU's bitmap since"));
+}
+
+/// What the job that merges a snapshot writes to the image beneath is in the bitmap of that.
+#[test]
+fn a_snapshot_of_a_raw_disk_that_is_merged_between_two_syncs_is_told() {
+    let Some(world) = World::new("a VM by its name with a snapshot that is merged") else { return };
+    world.sync();
+    for _ in 0..2 {
+        world.host.writes_on(VM);
+        world.snapshot("vdb");
+        world.host.writes_on(VM);
+        world.merge("vdb");
+    }
+    let said = world.sync_paused();
+    assert!(said.contains("vdb: QEMU's bitmap since"), "{said}");
+    // Somebody removes it.
+    let [(node, name)] = &world.bitmaps()[..] else { panic!("one bitmap") };
+    let gone = format!(
+        r#"{{"execute":"block-dirty-bitmap-remove","arguments":{{"node":"{node}","name":"{name}"}}}}"#
+    );
+    world.host.virsh(["qemu-monitor-command", VM, &gone]).ok();
+    world.host.writes_on(VM);
+    let said = world.sync_paused();
+    assert!(said.contains("vdb: compared: QEMU's bitmap does not hold: ") && said.contains(name), "{said}");
+    assert!(said.contains("vda: QEMU's bitmap since"), "{said}");
+    world.host.writes_on(VM);
+    assert!(world.sync_paused().contains("vdb: QEMU's bitmap since"));
 }
 
 /// Stands before virsh, and changes the VM once: as its job begins, or when it is looked at for the second time.
@@ -852,17 +910,13 @@ fn a_vm_is_verified_while_it_writes_and_what_it_wrote_is_no_difference() {
     world.host.writes_on(VM);
     let said = world.verify().ok();
     assert!(said.text().contains("vda: QEMU's bitmap since dsync-"), "{said}");
-    assert!(said.text().contains("2 disks verified, 0 with differences, 1 not verified"), "{said}");
-    assert!(
-        said.stderr
-            .contains("vdb: not verified: a raw image, of which libvirt keeps no checkpoint; the next"),
-        "{said}"
-    );
+    assert!(said.text().contains("3 disks verified, 0 with differences, 0 not verified"), "{said}");
     assert!(said.text().contains("t1.xml at epoch") && said.text().contains(" changed at the source since)"));
     world.clean();
     // The next sync goes on from there.
     world.host.writes_on(VM);
     assert!(world.sync_paused().contains("vda: QEMU's bitmap since dsync-"));
+    world.snapshot("vdb");
     world.host.writes_on(VM);
     world.damage("t1-vda.img");
     let said = world.verify().arg("--json").output();
@@ -875,6 +929,7 @@ fn a_vm_is_verified_while_it_writes_and_what_it_wrote_is_no_difference() {
         (&last["verified"][0], Some(1))
     );
     assert_eq!(last["unverified"], serde_json::json!(["vdb"]));
+    world.merge("vdb");
     for option in [&["--repair"][..], &["--range", "0:1M"], &["--as", "x"]] {
         world.verify().args(option).code(2).says(&[option[0], "omit it"]);
     }
@@ -1082,11 +1137,11 @@ fn a_mirror_of_a_vm_goes_on_with_a_new_disk_and_after_a_break() {
     let xml = world.site.path("c.xml");
     std::fs::write(&xml, disk(&added, 'c', "")).expect("a disk");
     world.host.virsh(["attach-device", VM, "--live", "--config"]).arg(&xml).ok();
-    said.wait("vdc: compared: a raw image");
+    said.wait("vdc: QEMU's bitmap since");
     // How a disk is followed is said once.
     let text = said.mirror.stdout_so_far();
     assert_eq!(text.matches("vda: QEMU's bitmap since").count(), 1, "{text}");
-    assert_eq!(text.matches("vdb: compared: ").count(), 1, "{text}");
+    assert_eq!(text.matches("vdb: QEMU's bitmap since").count(), 1, "{text}");
     // The replicas are away for a while.
     let away = world.site.path("away");
     std::fs::rename(&world.replicas, &away).expect("away");
@@ -1250,9 +1305,10 @@ fn a_device_of_a_vm_that_is_tracked_is_not_compared() {
     world.host.virsh(["suspend", VM]).ok();
     let said = world.run(&[]).ok().text();
     equal();
-    let way = format!("\"dsync track add {}\" has the kernel record", device.device().display());
-    assert!(
-        said.contains("vdb: compared: libvirt keeps no checkpoint of a raw device: ") && said.contains(&way),
-        "{said}"
-    );
+    assert!(said.contains("vdb: compared: its last sync began no bitmap of it"), "{said}");
+    world.host.virsh(["resume", VM]).ok();
+    world.host.writes_on(VM);
+    world.host.virsh(["suspend", VM]).ok();
+    assert!(world.sync().text().contains("vdb: QEMU's bitmap since"));
+    equal();
 }

@@ -77,8 +77,13 @@ pub(super) trait Backup: Send + Sync {
     /// True as long as the job shows its moment.
     fn is_on(&self) -> Result<bool, Failure>;
 
-    /// The socket at which the disks are read, each under its target.
+    /// The socket at which the disks are read.
     fn socket(&self) -> PathBuf;
+
+    /// The export there of a disk.
+    fn export(&self, part: &Part) -> String {
+        part.target.clone()
+    }
 
     /// Waits until no run that was killed can begin one any more.
     fn settle(&self) -> Result<(), Failure> {

@@ -199,9 +199,9 @@ impl Begun {
     }
 
     /// Where a disk is read.
-    pub(super) fn place(&self, target: &str) -> PathBuf {
+    pub(super) fn place(&self, part: &Part) -> PathBuf {
         let server = device::NbdServer::Unix(self.0.backup.socket());
-        device::ExportUri { server, export: target.to_owned() }.to_string().into()
+        device::ExportUri { server, export: self.0.backup.export(part) }.to_string().into()
     }
 
     /// Asks whether the job still shows its moment: what is read after its end is the present.

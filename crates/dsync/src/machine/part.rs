@@ -30,13 +30,30 @@ pub(super) struct Part {
     pub is_qcow2: bool,
     /// A tracker may have recorded what was written to it.
     pub is_raw_device: bool,
-    /// libvirt keeps checkpoints of it.
+    /// Checkpoints are kept of it.
     pub is_listed: bool,
+    /// The number of its image in this QEMU.
+    pub index: Option<String>,
     /// Names the image as it is open in this QEMU; `None` if that is not known.
     pub mark: Option<String>,
     /// What is recorded of it, from before the job on.
     pub recorded: Option<Recorded>,
     pub since: Result<Basis, Untold>,
+}
+
+/// The most blocks of a bitmap: it has at most 32 MiB.
+const MOST_BLOCKS: u64 = 1 << 28;
+/// Bytes that a bit is for, at least.
+const LEAST_BLOCK: u64 = 4096;
+
+/// Bytes that a bit of a bitmap is for, of a disk of this size.
+pub(super) fn block_of(size: u64) -> u64 {
+    size.div_ceil(MOST_BLOCKS).next_power_of_two().max(LEAST_BLOCK)
+}
+
+/// The bitmap of what was written to a disk, as its export shows it.
+pub(super) fn shown_as(target: &str) -> String {
+    format!("backup-{target}")
 }
 
 impl Part {
@@ -54,5 +71,16 @@ impl Part {
             self.since = Err(Untold::Because(why.to_string()));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bitmap_is_as_fine_as_its_size_allows() {
+        let of = |gib: u64| block_of(gib << 30);
+        assert_eq!([of(1), of(1024), of(1025), of(64 << 10)], [4096, 4096, 8192, 256 << 10]);
     }
 }

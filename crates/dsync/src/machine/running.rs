@@ -88,7 +88,7 @@ impl Machine<'_> {
             (None, Err(why)) => ToldChanges::Lost(why.to_string()),
         };
         let told = Some(Told {
-            place: Some(begun.place(&part.target)),
+            place: Some(begun.place(part)),
             name: Some(name.to_owned()),
             changes,
             group: Some(self.group.clone()),
@@ -144,13 +144,16 @@ impl Machine<'_> {
         let members = source::group_members(self.state, &self.group)?;
         let mut parts = Vec::new();
         for (target, image) in self.disks() {
-            let cannot = self.host.cannot_follow(image);
-            let is_listed = cannot.is_none();
             let path = self.source_of(image, &members);
             let is_raw_device = is_raw_device(image);
-            let since = match cannot {
-                Some(why) => self.tracked(&path, is_raw_device)?.unwrap_or(Err(because(why))),
-                None => self.since(&path, &checkpoints)?.map(Basis::Checkpoint),
+            let tracked = if is_raw_device { self.tracked(&path)? } else { None };
+            let cannot = self.host.cannot_follow(image);
+            // Of a device that has a record, that goes on where QEMU ends.
+            let is_listed = tracked.is_none() && cannot.is_none();
+            let since = match (tracked, cannot) {
+                (Some(since), _) => since,
+                (None, Some(why)) => Err(because(why)),
+                (None, None) => self.since(&path, &checkpoints)?.map(Basis::Checkpoint),
             };
             let mark = qemu.as_ref().zip(image.index.as_ref()).map(|(qemu, index)| format!("{qemu}-{index}"));
             let since = match (since, &mark) {
@@ -159,8 +162,11 @@ impl Machine<'_> {
                     let both = mark.as_ref().zip(created.as_ref());
                     match both.is_some_and(|(mark, created)| made.has(&since, target, mark, created)) {
                         true => Ok(Basis::Checkpoint(since)),
+                        false if !made.is_of(&since, target) => {
+                            Err(because("its last sync began no bitmap of it"))
+                        }
                         false => Err(because(
-                            "its QEMU was started, its image opened, or its checkpoint made again after its last sync",
+                            "its QEMU was started, its image opened, or its checkpoint deleted or made again after its last sync",
                         )),
                     }
                 }
@@ -175,6 +181,7 @@ impl Machine<'_> {
                 is_qcow2,
                 is_raw_device,
                 is_listed,
+                index: image.index.clone(),
                 mark,
                 recorded: None,
                 since,
@@ -183,16 +190,10 @@ impl Machine<'_> {
         Ok(parts)
     }
 
-    /// Of a raw device: that its tracker tells what was written to it, or why none does.
-    fn tracked(&self, path: &Path, is_raw_device: bool) -> Result<Option<Result<Basis, Untold>>> {
-        if !is_raw_device {
-            return Ok(None);
-        }
+    /// Of a raw device: that its tracker tells what was written to it, or why it does not; `None` if it has none.
+    fn tracked(&self, path: &Path) -> Result<Option<Result<Basis, Untold>>> {
         if trackers::find(path)?.is_none() {
-            return Ok(Some(Err(because(&format!(
-                "libvirt keeps no checkpoint of a raw device: \"dsync track add {}\" has the kernel record what is written to it",
-                path.display()
-            )))));
+            return Ok(None);
         }
         let Some((place, about)) = self.state.source(&path.to_string_lossy())? else {
             return Ok(Some(Err(Untold::New)));

@@ -3,10 +3,12 @@
 //! *A job is ours by its socket*, which is in the folder of this QEMU: one that a killed run left is ended by the next, and that of another program is
 //! never touched.
 
+mod bitmaps;
 pub(super) mod child;
 pub(super) mod virsh;
 pub(super) mod xml;
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt;
@@ -16,6 +18,7 @@ use std::time::{Instant, UNIX_EPOCH};
 use roxmltree::Document;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use serde_json::json;
 use uuid::Uuid;
 
 use super::definition::Definition;
@@ -86,15 +89,26 @@ impl Hypervisor for Libvirt {
     }
 
     fn checkpoints(&self) -> Result<Vec<String>, Failure> {
-        self.virsh.checkpoints()
+        let bitmaps = bitmaps::names(&self.virsh)?;
+        Ok(bitmaps
+            .into_iter()
+            .chain(self.virsh.checkpoints()?)
+            .collect::<BTreeSet<_>>()
+            .into_iter()
+            .collect())
     }
 
     fn created(&self, checkpoint: &str) -> Result<Option<String>, Failure> {
-        self.virsh.created(checkpoint)
+        // Of bitmaps alone, none of this name was there before: they end with the QEMU.
+        let of_bitmap = || Ok(bitmaps::names(&self.virsh)?.take(checkpoint));
+        self.virsh.created(checkpoint)?.map_or_else(of_bitmap, |created| Ok(Some(created)))
     }
 
     fn delete_checkpoint(&self, name: &str) -> Result<Result<(), String>, Failure> {
-        self.virsh.delete_checkpoint(name).map(|deleted| deleted.map(|_| ()))
+        if let Err(why) = self.virsh.delete_checkpoint(name)? {
+            return Ok(Err(why));
+        }
+        bitmaps::remove(&self.virsh, name)
     }
 
     fn deletion(&self, name: &str) -> String {
@@ -102,11 +116,12 @@ impl Hypervisor for Libvirt {
     }
 
     fn cannot_follow(&self, image: &Image) -> Option<&'static str> {
-        if !image.is_qcow2 {
-            return Some("a raw image, of which libvirt keeps no checkpoint");
-        }
         if !image.beneath.is_empty() {
             return Some("its image has another beneath, as after a snapshot");
+        }
+        if !image.is_qcow2 {
+            let unnumbered = "a raw image, and this libvirt is older than 6.0, which numbers them";
+            return image.index.is_none().then_some(unnumbered);
         }
         let mut head = [0; HEAD];
         let read = File::open(&image.path).and_then(|mut file| file.read_exact(&mut head));
@@ -127,8 +142,8 @@ impl Hypervisor for Libvirt {
 
     fn endangered(&self) -> Result<Vec<String>, Failure> {
         let threads = xml::with_io_thread(&self.virsh.text()?);
-        let is_safe =
-            threads.is_empty() || self.virsh.version()?.is_some_and(|version| closes_safely(&version));
+        let is_safe = threads.is_empty()
+            || self.virsh.monitor("query-version", json!({}))?.is_ok_and(|version| closes_safely(&version));
         Ok(if is_safe { Vec::new() } else { threads })
     }
 
@@ -175,9 +190,25 @@ impl Backup for LibvirtJob {
 
     fn begin(&self, parts: &[Part], checkpoint: &str) -> Result<Result<(), String>, Failure> {
         let held = self.hold_begin()?;
-        let checkpoint = parts.iter().any(|part| part.is_listed).then(|| checkpoint_text(parts, checkpoint));
-        let begun = self.virsh.begin(&self.text(parts), checkpoint.as_deref(), held)?;
-        Ok(begun.map(|_| ()))
+        // Until the job shows all that it is to show.
+        let _kept = held.try_clone();
+        if let Err(why) = bitmaps::begin(&self.virsh, parts, checkpoint)? {
+            return Ok(Err(why));
+        }
+        let text = parts.iter().any(has_checkpoint).then(|| checkpoint_text(parts, checkpoint));
+        let begun = match self.virsh.begin(&self.text(parts), text.as_deref(), held)? {
+            Ok(_) => bitmaps::show(&self.virsh, parts, |part| self.scratch(part))?,
+            Err(why) => Err(why),
+        };
+        if begun.is_err() {
+            // It may be begun anew by this name.
+            self.end(Which::Own)?;
+            if text.is_some() {
+                let _ = self.virsh.delete_checkpoint(checkpoint)?;
+            }
+            let _ = bitmaps::remove(&self.virsh, checkpoint)?;
+        }
+        Ok(begun)
     }
 
     fn end(&self, which: Which) -> Result<(), Failure> {
@@ -210,6 +241,10 @@ impl Backup for LibvirtJob {
 
     fn socket(&self) -> PathBuf {
         self.socket.clone()
+    }
+
+    fn export(&self, part: &Part) -> String {
+        bitmaps::export(part).unwrap_or_else(|| part.target.clone())
     }
 
     fn settle(&self) -> Result<(), Failure> {
@@ -245,16 +280,21 @@ impl LibvirtJob {
         }
     }
 
+    /// Where QEMU keeps what is overwritten of a disk.
+    fn scratch(&self, part: &Part) -> String {
+        format!("{}{}.scratch", self.scratch, part.target)
+    }
+
     /// The job, as libvirt reads it.
     fn text(&self, parts: &[Part]) -> String {
         let disks = parts.iter().map(|part| {
             let mode = match &part.since {
-                Ok(Basis::Checkpoint(since)) => {
+                Ok(Basis::Checkpoint(since)) if !bitmaps::is_meant(part) => {
                     format!("backupmode='incremental' incremental='{}'", quoted(since))
                 }
                 _ => "backupmode='full'".to_owned(),
             };
-            let scratch = quoted(&format!("{}{}.scratch", self.scratch, part.target));
+            let scratch = quoted(&self.scratch(part));
             format!("<disk name='{}' type='file' {mode}><scratch file='{scratch}'/></disk>", part.target)
         });
         format!(
@@ -292,9 +332,14 @@ fn socket_of(job: &str) -> Option<PathBuf> {
     server.attribute("socket").map(PathBuf::from)
 }
 
+/// True if libvirt keeps a checkpoint of a disk.
+fn has_checkpoint(part: &Part) -> bool {
+    part.is_listed && !bitmaps::is_meant(part)
+}
+
 fn checkpoint_text(parts: &[Part], name: &str) -> String {
     let disks = parts.iter().map(|part| {
-        let kind = if part.is_listed { "bitmap" } else { "no" };
+        let kind = if has_checkpoint(part) { "bitmap" } else { "no" };
         format!("<disk name='{}' checkpoint='{kind}'/>", part.target)
     });
     format!(

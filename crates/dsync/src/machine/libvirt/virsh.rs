@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use roxmltree::{Document, Node};
 use rustix::fs::MemfdFlags;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::child as process;
 use super::xml::child;
@@ -19,6 +19,8 @@ use crate::terms::units;
 
 const INSTALL: &str =
     "install libvirt's client (Debian: apt install libvirt-clients; Fedora: libvirt-client)";
+/// What it says of a checkpoint that is not there.
+const NO_CHECKPOINT: &str = "no domain checkpoint with matching name";
 /// What it says of a domain that has no backup job.
 const NO_JOB: [&str; 2] = ["no domain backup job", "domain is not running"];
 
@@ -120,14 +122,24 @@ impl Virsh {
         said.map_err(|why| failed("give the definition of the VM", &why))
     }
 
-    /// The version of its QEMU, as that tells it; `None` if it does not.
+    /// Runs a command of its QEMU; an inner `Err` is what that says if it fails, or libvirt if it does not pass it on.
     ///
     /// # Errors
     /// If libvirt does not answer.
-    pub(in crate::machine) fn version(&self) -> Result<Option<Value>, Failure> {
-        let said = self.ask("qemu-monitor-command", &["--cmd", r#"{"execute":"query-version"}"#])?;
-        let said = said.ok().and_then(|text| serde_json::from_str::<Value>(&text).ok());
-        Ok(said.map(|mut said| said["return"].take()))
+    pub(in crate::machine) fn monitor(
+        &self,
+        command: &str,
+        arguments: Value,
+    ) -> Result<Result<Value, String>, Failure> {
+        let text = json!({ "execute": command, "arguments": arguments }).to_string();
+        let said = self.ask("qemu-monitor-command", &["--cmd", &text])?;
+        Ok(said.and_then(|said| {
+            let mut said: Value = serde_json::from_str(&said).map_err(|error| error.to_string())?;
+            match said["error"]["desc"].as_str() {
+                Some(why) => Err(why.to_owned()),
+                None => Ok(said["return"].take()),
+            }
+        }))
     }
 
     /// The names of its checkpoints.
@@ -200,7 +212,7 @@ impl Virsh {
         self.ask("destroy", &[])
     }
 
-    /// Deletes a checkpoint.
+    /// Deletes a checkpoint, if it is there.
     ///
     /// # Errors
     /// An inner `Err` is why it is not deleted.
@@ -214,6 +226,7 @@ impl Virsh {
             Err(why) if why.contains(&format!("bitmap '{name}' not found")) => {
                 self.ask("checkpoint-delete", &[&word, "--metadata"])
             }
+            Err(why) if why.contains(NO_CHECKPOINT) => Ok(Ok(why)),
             deleted => Ok(deleted),
         }
     }

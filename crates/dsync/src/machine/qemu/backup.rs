@@ -25,12 +25,8 @@ use super::process::OpenImages;
 use super::qmp::Qmp;
 use crate::failure::Failure;
 use crate::machine::hypervisor::{Backup, Which};
-use crate::machine::part::{Basis, ENDS_WITHIN, OURS, Part};
+use crate::machine::part::{Basis, ENDS_WITHIN, OURS, Part, block_of, shown_as};
 
-/// The most blocks of a bitmap: it has at most 32 MiB.
-const MOST_BLOCKS: u64 = 1 << 28;
-/// Bytes that a bit is for, at least.
-const LEAST_BLOCK: u64 = 4096;
 /// How soon it is asked again whether a step has ended: most take a millisecond or two.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 /// Hexadecimal digits of the name of a run.
@@ -440,16 +436,6 @@ fn listed_sockets() -> Result<Vec<(PathBuf, bool)>, Failure> {
     Ok(text.lines().filter_map(socket).collect())
 }
 
-/// The bitmap of what was written to a disk, as its export shows it.
-fn shown_as(target: &str) -> String {
-    format!("backup-{target}")
-}
-
-/// Bytes that a bit of a bitmap is for, of a disk of this size.
-fn block_of(size: u64) -> u64 {
-    size.div_ceil(MOST_BLOCKS).next_power_of_two().max(LEAST_BLOCK)
-}
-
 /// True if a name is that of a thing that a run has made.
 pub(super) fn is_ours(name: &str) -> bool {
     run_of(name).is_some()
@@ -496,11 +482,5 @@ mod tests {
         assert_eq!(users_of(&temp.path().join("b.sock")).unwrap(), (false, 0));
         drop((client, server, listener));
         assert_eq!(users(), (false, 0));
-    }
-
-    #[test]
-    fn a_bitmap_is_as_fine_as_its_size_allows() {
-        let of = |gib: u64| block_of(gib << 30);
-        assert_eq!([of(1), of(1024), of(1025), of(64 << 10)], [4096, 4096, 8192, 256 << 10]);
     }
 }
