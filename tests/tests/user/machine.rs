@@ -471,7 +471,9 @@ fn a_vm_starts_elsewhere_from_its_replicas() {
 fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
     let Some(world) = World::new("a VM by its name with a snapshot") else { return };
     world.sync();
-    ["vda", "vdb"].map(|disk| world.snapshot(disk));
+    for disk in ["vda", "vdb"] {
+        world.snapshot(disk);
+    }
     world.host.writes_on(VM);
     let said = world.sync().text();
     assert!(
@@ -483,7 +485,9 @@ fn a_snapshot_of_a_vm_is_compared_and_its_disk_stays_what_it_is() {
     world.host.virsh(["destroy", VM]).ok();
     world.run(&[]).code(4).says(&["vda of t1 has an image with another beneath"]);
     world.host.virsh(["start", VM]).ok();
-    ["vda", "vdb"].map(|disk| world.merge(disk));
+    for disk in ["vda", "vdb"] {
+        world.merge(disk);
+    }
     assert!(world.sync_paused().contains("vda: compared: "));
     world.host.writes_on(VM);
     assert!(world.sync_paused().contains("vda: QEMU's bitmap since"));
