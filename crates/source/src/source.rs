@@ -569,7 +569,7 @@ impl Source {
         let last = parts.history.last();
         let found = Self::verdict(&**folder, &**backing, identity, last, options.device_trust)?;
         let verdict = match (&parts.outside, unmade, found.verdict) {
-            (Some(outside), _, recorded) => outside.verdict(recorded),
+            (Some(outside), _, recorded) => outside.verdict(recorded)?,
             (None, Some(why), StampVerdict::Lost(Gap::Told(_))) => {
                 StampVerdict::Lost(format!("no clone of it could be made: {why}").into())
             }
@@ -616,8 +616,9 @@ impl Source {
             marked: None,
             durable: ended.map(|closed| closed.durable).unwrap_or_default(),
             served: !options.read_only || closed.as_ref().is_some_and(|c| c.served),
-            cloned: is_cloned || closed.as_ref().is_some_and(|c| c.cloned),
-            in_use: options.at_rest == AtRest::InUse || closed.as_ref().is_some_and(|c| c.in_use),
+            in_use: is_cloned
+                || options.at_rest == AtRest::InUse
+                || closed.as_ref().is_some_and(|c| c.in_use),
             file: backing.elsewhere().and_then(|_| FileMark::next(before, &identity.path)),
             born: None,
         };

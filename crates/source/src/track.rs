@@ -9,8 +9,6 @@ use device::{Dir, FolderLock};
 use crate::SourceError;
 use crate::control::ControlClient;
 use crate::disk::clones;
-use crate::record::lives;
-use crate::record::stamp::ImageStamp;
 use crate::record::state::StateDir;
 use crate::source::{Source, SourceOptions};
 
@@ -63,9 +61,6 @@ pub fn untrack(state: &StateDir, what: &Path) -> Result<Option<bool>, SourceErro
     let found = clones::end(&folder, &about)?;
     if !was && !found {
         return Ok(None);
-    }
-    if let Some(stamp) = ImageStamp::read(&folder)? {
-        ImageStamp { cloned: false, ..stamp }.write(&folder, lives::leave)?;
     }
     Ok(Some(found))
 }

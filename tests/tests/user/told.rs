@@ -354,6 +354,50 @@ fn a_source_that_dsync_records_is_told_of_by_nobody() {
         .says(&["absolute path"]);
 }
 
+/// A list that counts from a moment would make a replica of the other content that is no state of the disk.
+#[test]
+fn the_name_of_a_moment_goes_over_to_no_other_content() {
+    let site = Site::new();
+    let mut random = Random::new("the name of a moment");
+    let (disk, snapshot, other) = (site.path("disk.raw"), site.path("snap1"), site.path("other.raw"));
+    image::random(&disk, MIB, &mut random);
+    image::copy(&disk, &snapshot);
+    let at = |place: &Path| ["--moment".to_owned(), place.display().to_string()];
+    let sync = |replica: &str, options: &[&str], place: &[String]| {
+        site.sync(&disk, &site.path(replica), options).args(place)
+    };
+    let (first, again) = (["--as", "m1"], ["--as", "m1", "--since", "m1"]);
+    // Of a snapshot, while the disk goes on.
+    sync("x.raw", &first, &at(&snapshot)).ok();
+    image::scribble(&disk, 60 * BLOCK, BLOCK, &mut random);
+    sync("y.raw", &again, &[]).code(4).says(&["was read elsewhere", "--moment"]);
+    assert!(!site.path("y.raw").exists());
+    sync("y.raw", &again, &at(&snapshot)).ok();
+    assert_equal(&snapshot, &site.path("y.raw"));
+    // Of the disk itself.
+    sync("x.raw", &["--as", "m2"], &[]).ok();
+    image::copy(&disk, &other);
+    image::scribble(&other, 70 * BLOCK, BLOCK, &mut random);
+    let again = ["--as", "m2", "--since", "m2"];
+    sync("y.raw", &again, &at(&other)).code(4).says(&["was read there, and not in", "omit --moment"]);
+    sync("y.raw", &again, &[]).ok();
+    assert_equal(&disk, &site.path("y.raw"));
+    // It was written to since: by another program, and through a server.
+    image::scribble(&disk, 80 * BLOCK, BLOCK, &mut random);
+    sync("y.raw", &again, &[])
+        .code(4)
+        .says(&["is not the moment \"m2\" any more (the image was changed", "--as"]);
+    sync("x.raw", &["--as", "m3"], &[]).ok();
+    let before = std::fs::read(&disk).expect("the disk");
+    let server = site.serve(&[&disk], &[]);
+    server.client("disk").write(90 * BLOCK, &[7; BLOCK as usize]).expect("a write");
+    server.stop();
+    sync("y.raw", &["--as", "m3", "--since", "m3"], &[])
+        .code(4)
+        .says(&["any more (it was written to since)"]);
+    assert!(std::fs::read(site.path("x.raw")).expect("a replica") == before);
+}
+
 /// The disk itself is at rest, and is read at its path.
 #[test]
 fn a_disk_at_rest_is_told_of_as_well() {

@@ -285,7 +285,7 @@ fn of_source(source: &SourceStatus) -> Option<Problem> {
         _ if source.size.is_none() => {
             Problem::of("missing", format!("source is missing: {}", missing(source)))
         }
-        Some(_) if source.is_untracked => return None,
+        Some(_) if source.is_untracked && !source.is_another() => return None,
         Some(why) if source.is_another() => Problem::of(
             "other-content",
             format!(

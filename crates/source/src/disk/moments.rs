@@ -9,7 +9,8 @@
 //!   source itself may be in use then, or be on another machine. What its record and its stamp say is of no use, as they are about the disk at the
 //!   path; and after such an epoch they do not hold for that one.
 //! - **Again**: a list that was taken already is taken once more, and nothing is new. It is known by the name of its moment and by its ranges: of
-//!   two moments with one name and lists of the same ranges, the second counts as the first.
+//!   two moments with one name and lists of the same ranges, the second counts as the first. What was read at another place is refused, and so is
+//!   what was written to since, if no list leads to it: the name would go over to other content.
 //!   A bitmap of QEMU is refused then: it is read anew, and its ranges are so coarse that other writes leave them the same.
 
 use std::fmt;
@@ -239,6 +240,7 @@ pub(crate) fn refuse_member(path: &Path, group: &str) -> SourceError {
 pub(crate) struct NewMoment {
     /// The state of its source.
     state: Arc<dyn Folder>,
+    path: PathBuf,
     name: Option<String>,
     elsewhere: bool,
     file: Option<PlaceFile>,
@@ -249,6 +251,8 @@ pub(crate) struct NewMoment {
     pub since: Result<Vec<Range<u64>>, Gap>,
     /// It is the moment of the last epoch.
     is_last: bool,
+    /// The last epoch, if it is said to be the moment of that, of which no list tells.
+    is_of: Option<Epoch>,
     /// The epoch that it is.
     epoch: Option<Epoch>,
 }
@@ -274,7 +278,11 @@ impl NewMoment {
         let was = last.and_then(|last| history.size_at(&last)).unwrap_or(0);
         let is_last = told.is_of(kept.as_ref());
         let file = told.place.as_deref().and_then(PlaceFile::at);
-        let before = kept.as_ref().filter(|_| is_last).and_then(|kept| kept.file.as_ref());
+        let same = kept.as_ref().filter(|_| is_last);
+        if same.is_some_and(|kept| kept.elsewhere != told.place.is_some()) {
+            return Err(told.at_another_place(about));
+        }
+        let before = same.and_then(|kept| kept.file.as_ref());
         if before.zip(file.as_ref()).is_some_and(|(before, now)| before != now) {
             return Err(told.another(about));
         }
@@ -301,33 +309,54 @@ impl NewMoment {
             _ => None,
         };
         let (name, elsewhere) = (told.name.clone(), told.place.is_some());
-        let recorded = told.recorded().cloned();
-        Ok(NewMoment { state, name, elsewhere, file, list, recorded, since, is_last, epoch: None })
+        let (recorded, path) = (told.recorded().cloned(), about.path.clone());
+        let is_of = last.filter(|_| matches!(told.changes, ToldChanges::Nothing));
+        let epoch = None;
+        Ok(NewMoment { state, path, name, elsewhere, file, list, recorded, since, is_last, is_of, epoch })
     }
 
     /// What is known of the disk, by what its record says.
-    pub(crate) fn verdict(&self, recorded: StampVerdict) -> StampVerdict {
-        match (&self.since, recorded) {
+    ///
+    /// # Errors
+    /// `Refused` if it is said to be the moment of the last epoch, and was written to since.
+    pub(crate) fn verdict(&self, recorded: StampVerdict) -> Result<StampVerdict, SourceError> {
+        Ok(match (&self.since, recorded) {
             // Whether that is wanted only its user can say.
             (_, StampVerdict::Lost(other @ Gap::OtherContent(_))) if !self.elsewhere => {
                 StampVerdict::Lost(other)
             }
-            // It was the moment of the last epoch, and was written to since.
-            (Ok(_), StampVerdict::Lost(why)) if self.is_last && !self.elsewhere => StampVerdict::Lost(why),
+            (Ok(_), StampVerdict::Lost(why)) if self.is_last && !self.elsewhere => {
+                if self.is_of.is_some() {
+                    return Err(self.changed(&why.to_string()));
+                }
+                // A list is taken again as long as its epoch has not arrived.
+                StampVerdict::Lost(why)
+            }
             // What tells of each write also tells which content it is.
             (Ok(_), _) => StampVerdict::Trusted { power_lost: false },
             (Err(_), StampVerdict::Lost(other @ Gap::OtherContent(_))) => StampVerdict::Lost(other),
             (Err(_), recorded) if !self.elsewhere => recorded,
             (Err(_), StampVerdict::New) => StampVerdict::New,
             (Err(why), _) => StampVerdict::Lost(why.clone()),
-        }
+        })
+    }
+
+    fn changed(&self, why: &str) -> SourceError {
+        SourceError::Refused(format!(
+            "{} is not the moment \"{}\" any more ({why}): give this one a name of its own, with --as",
+            self.path.display(),
+            self.name.as_deref().unwrap_or_default()
+        ))
     }
 
     /// Keeps the moment for an epoch which is about to be written to the history, or is the last one there. Durable on return.
     ///
     /// # Errors
-    /// If that cannot be written.
+    /// If that cannot be written; `Refused` if it is the moment of another epoch.
     pub(crate) fn keep(&mut self, epoch: Epoch) -> Result<(), SourceError> {
+        if self.is_of.is_some_and(|of| of != epoch) {
+            return Err(self.changed("it was written to since"));
+        }
         let mut list = read_json::<Vec<Kept>>(&*self.state, NAME)?.unwrap_or_default();
         list.retain(|kept| kept.epoch != epoch);
         let (name, elsewhere) = (self.name.clone(), self.elsewhere);
@@ -424,6 +453,19 @@ impl Told {
             self.place.as_deref().unwrap_or(Path::new("")).display(),
             self.name.as_deref().unwrap_or_default(),
             about.path.display()
+        ))
+    }
+
+    fn at_another_place(&self, about: &SourceMetadata) -> SourceError {
+        let (name, path) = (self.name.as_deref().unwrap_or_default(), about.path.display());
+        let Some(place) = &self.place else {
+            return SourceError::Refused(format!(
+                "the moment \"{name}\" of {path} was read elsewhere: give the place of it, with --moment, or this one a name of its own, with --as"
+            ));
+        };
+        SourceError::Refused(format!(
+            "the moment \"{name}\" of {path} was read there, and not in {}: omit --moment, or give this one a name of its own, with --as",
+            place.display()
         ))
     }
 

@@ -29,9 +29,12 @@ impl Outside {
     }
 
     /// What is known of the disk, by what its record says.
-    pub(crate) fn verdict(&self, recorded: StampVerdict) -> StampVerdict {
+    ///
+    /// # Errors
+    /// `Refused` if what was said of it cannot be.
+    pub(crate) fn verdict(&self, recorded: StampVerdict) -> Result<StampVerdict, SourceError> {
         match self {
-            Outside::Clone(clone) => clone.verdict(recorded),
+            Outside::Clone(clone) => Ok(clone.verdict(recorded)),
             Outside::Moment(moment) => moment.verdict(recorded),
         }
     }

@@ -101,10 +101,7 @@ pub(crate) struct ImageStamp {
     pub durable: DurableTimes,
     /// It was served once: it is a disk in use, and no dump that is made anew now and then.
     pub served: bool,
-    /// It is tracked by clones, which makes it a disk in use as well.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub cloned: bool,
-    /// So does this: it is a disk of a VM, or took over from another one.
+    /// So is this one: it was tracked by clones once, is a disk of a VM, or took over from another one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub in_use: bool,
     /// The file at the source's path, where a moment of it was read elsewhere: then the identity is not that of the file.
@@ -269,7 +266,7 @@ impl ImageStamp {
 
     /// True for a disk in use, of which no older content is taken without a word.
     pub(crate) fn is_in_use(&self) -> bool {
-        self.served || self.cloned || self.in_use
+        self.served || self.in_use
     }
 
     /// Removes the stamp, which is no longer valid.
@@ -500,7 +497,6 @@ mod tests {
             marked: None,
             durable: DurableTimes::default(),
             served: true,
-            cloned: false,
             in_use: false,
             file: None,
             born: None,
