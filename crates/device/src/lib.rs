@@ -34,6 +34,7 @@ mod local_socket;
 mod lock;
 mod medium;
 mod moment;
+mod room;
 mod sharing;
 mod sys;
 mod usage;
@@ -65,6 +66,7 @@ pub use medium::storage::{Storage, parts_of};
 pub use medium::written::{WriteCounts, WriteTimes, WriteWatch};
 pub use medium::{Gauge, Medium, MediumChange, UNREADABLE, agree, disk_id, hash_of, hash_of_bytes, hashes};
 pub use moment::{moment, moments};
+pub use room::Room;
 pub use sharing::Sharing;
 pub use sys::local_minute;
 pub use usage::{

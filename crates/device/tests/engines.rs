@@ -92,6 +92,10 @@ fn overlays_keep_the_contract_and_what_is_beneath() {
     base.read_at(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 9));
     assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none());
+    // Zeroes without a hole would take room that nobody has asked for.
+    let large = Overlay::new(Arc::new(RamDisk::new(16 << 20)), folder.path()).unwrap();
+    large.zero(0, 16 << 20, false, false).unwrap();
+    assert_eq!(large.taken().unwrap(), 0);
     disk.give_up().unwrap();
     assert!(disk.read_at(5000, &mut bytes[..10]).is_err() && disk.read_at(0, &mut bytes[..10]).is_ok());
 }

@@ -41,7 +41,8 @@ impl Scene {
     fn new(view_limit: u64) -> Scene {
         let temp = tempfile::tempdir().unwrap();
         let image = temp.path().join("vm.raw");
-        std::fs::File::create(&image).unwrap().set_len(4 << 20).unwrap();
+        // Of zeroes nothing would be saved.
+        std::fs::write(&image, vec![1; 4 << 20]).unwrap();
         let state = StateDir::find(Some(&temp.path().join("state")));
         let options = SourceOptions { view_limit, ..SourceOptions::default() };
         let source = Arc::new(Source::open(&state, &image, &options).unwrap());

@@ -41,7 +41,7 @@ use std::sync::atomic::{
     fence,
 };
 
-use device::{Disk, Mapping};
+use device::{Disk, Mapping, Room};
 use extents::Bitmap;
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 
@@ -58,6 +58,8 @@ const SLOTS: usize = 8;
 
 /// Bytes of the disk that share a slot of the file: the largest block size.
 const STRIPE: u64 = 1 << 20;
+/// Of runs of so many bytes the disk is asked whether they are a hole.
+const ASK_HOLES: u64 = 128 << 10;
 /// Writers to the same block must not both save it: the later one would save the earlier one's data. One lock per
 /// stripe, round robin; it guards the stripe's slot too.
 const LOCKS: usize = 64;
@@ -86,6 +88,8 @@ pub struct CowStore {
     block_size: u32,
     limit: u64,
     data: File,
+    /// Of the file system of the data, which is that of the record as well: the writes need that.
+    room: Room,
     needed: Bitmap<Section>,
     kept: Bitmap<Section>,
     /// For each stripe the number of its slot, from 1; 0 for none. Written before the bits of the stripe's blocks.
@@ -170,7 +174,8 @@ impl CowStore {
         let kept = bitmap(layout.kept..layout.slots)?;
         let slots = Section::new(&head, layout.slots..layout.end);
         let locks = (0..LOCKS).map(|_| Mutex::new(())).collect();
-        Ok(CowStore { map, head, size, block_size, limit, data, needed, kept, slots, locks })
+        let room = Room::default();
+        Ok(CowStore { map, head, size, block_size, limit, data, room, needed, kept, slots, locks })
     }
 
     /// The descriptors to pass to another process.
@@ -206,9 +211,12 @@ impl CowStore {
         self.head[BROKEN].load(SeqCst) != 0
     }
 
-    /// Fails the view. Ordered before the write that was not saved, and checked after every read.
+    /// Fails the view, or ends it, and gives its space back. Ordered before the write that was not saved, and checked after every read.
     pub fn give_up(&self) {
         self.head[BROKEN].store(1, SeqCst);
+        // Whoever reads what is gone sees then that the view has failed.
+        fence(SeqCst);
+        let _ = self.data.set_len(0);
     }
 
     /// Restricts saving to these blocks. Until then every block is saved.
@@ -280,12 +288,14 @@ impl CowStore {
             }
             let bytes = self.bytes_of(&(at..end));
             let len = bytes.end - bytes.start;
-            if self.head[KEPT].fetch_add(len, Relaxed) + len > self.limit {
-                return Err(io::ErrorKind::StorageFull.into());
-            }
-            let mut old = vec![0u8; len as usize];
+            let mut old = vec![0u8; if is_hole(disk, &bytes)? { 0 } else { len as usize }];
             disk.read_at(bytes.start, &mut old)?;
             if old.iter().any(|b| *b != 0) {
+                if self.head[KEPT].fetch_add(len, Relaxed) + len > self.limit
+                    || !self.room.take(&self.data, len)?
+                {
+                    return Err(io::ErrorKind::StorageFull.into());
+                }
                 // Zeroes need no space: a block without a slot, or in a hole of it, reads as zeroes.
                 let slot = &self.slots[(bytes.start / STRIPE) as usize];
                 if slot.load(Relaxed) == 0 {
@@ -323,7 +333,7 @@ impl CowStore {
         if self.is_broken() {
             return Err(io::Error::other(format!(
                 "the snapshot has failed: the disk was overwritten faster than the snapshot was read, and the {} that may be kept for it \
-                 (--view-limit of \"dsync serve\", or the space in the state directory) were not enough",
+                 (--view-limit of \"dsync serve\", or half of the space in the state directory) were not enough",
                 device::human_size(self.limit)
             )));
         }
@@ -380,6 +390,12 @@ impl CowStore {
         let bytes = self.bytes_of(&run);
         Some(bytes.start.max(from)..bytes.end)
     }
+}
+
+/// True if these bytes are in a hole, so that they need not be read. Small ones are read sooner than that is asked.
+fn is_hole(disk: &dyn Disk, bytes: &Range<u64>) -> io::Result<bool> {
+    let is_large = bytes.end - bytes.start >= ASK_HOLES;
+    Ok(is_large && disk.allocated(bytes.start)?.is_none_or(|run| run.start >= bytes.end))
 }
 
 impl std::fmt::Debug for CowStore {

@@ -521,9 +521,10 @@ impl TrackedDisk {
         Ok(())
     }
 
-    /// Ends a view: nothing more is saved for it.
+    /// Ends a view: nothing more is saved for it, and what was is gone. A queue that rests may hold it for long.
     pub fn drop_view(&self, view: &Arc<CowStore>) {
         self.shared.replace(|current| current.views.retain(|v| !Arc::ptr_eq(v, view)));
+        view.give_up();
     }
 
     /// Views open now.

@@ -3,10 +3,12 @@
 
 use std::os::unix::net::UnixStream;
 
+use device::{Buf, DiskOptions, Piece, Request, RequestKind};
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Attached, Mount, Worn};
 use dsync_tests::scene::number;
 use dsync_tests::{Random, Run, Scene, Site, need, need_root, skipped, until};
+use rustix::event::{PollFd, PollFlags, poll};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
@@ -277,4 +279,30 @@ fn a_flush_that_failed_is_never_followed_by_one_that_succeeds() {
         .args(["iflag=direct", "bs=1M", "status=none"])
         .ok();
     image::assert_equal(&found, &replica);
+    // Of two queues, the one that has not looked at its answer yet does not have the error alone.
+    let options = DiskOptions { write: true, direct: true, exclusive: false };
+    let disk = device::open(&image, &options).expect("the image");
+    let queue = || disk.clone().queue(4).expect("a queue");
+    let request = |kind, len: usize| {
+        let pieces = (len > 0).then_some(Piece { offset: 512, len: len as u64 });
+        Request {
+            kind,
+            pieces: pieces.into_iter().collect(),
+            buf: Buf::from(vec![7; len].as_slice()),
+            token: 0,
+        }
+    };
+    let (mut first, mut second) = (queue(), queue());
+    second.submit(request(RequestKind::Write { fua: false }, 512));
+    second.complete(true).expect("the write").result.expect("it is in memory");
+    std::fs::write(&fails, "").expect("a file");
+    first.submit(request(RequestKind::Flush, 0));
+    first.start();
+    let Some(completion) = first.wait_fd() else { return skipped(what, "there is no io_uring") };
+    let mut ready = [PollFd::new(&completion, PollFlags::IN)];
+    poll(&mut ready, None).expect("its end");
+    second.submit(request(RequestKind::Flush, 0));
+    second.complete(true).expect("the flush").result.expect_err("it cannot be written");
+    first.complete(true).expect("the flush").result.expect_err("it cannot be written");
+    std::fs::remove_file(&fails).expect("the file");
 }

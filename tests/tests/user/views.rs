@@ -1,6 +1,7 @@
 //! Readers of a served disk that dsync knows nothing of but a name: their views, their checkpoints, what changed for them.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use dsync_tests::image;
 use dsync_tests::mount::Mount;
 use dsync_tests::nbd::{Client, DIRTY};
 use dsync_tests::scene::{number, ranges};
-use dsync_tests::{Random, Run, Scene, Server, Site, got, need, need_root, rounds, skipped};
+use dsync_tests::{Random, Run, Scene, Server, Site, got, need, need_root, rounds, skipped, until};
 
 const MIB: u64 = 1 << 20;
 
@@ -25,6 +26,51 @@ fn checkpoint(scene: &Scene, words: &[&str]) -> Run {
 
 fn epoch(scene: &Scene) -> String {
     number(&scene.site.dsync(["status", "vm", "--json"]).ok().summary(), "epoch").to_string()
+}
+
+/// Bytes that the files without a name take that a process has open.
+fn nameless(process: i32) -> u64 {
+    let open = std::fs::read_dir(format!("/proc/{process}/fd")).expect("a process").flatten();
+    let files = open.filter_map(|entry| entry.path().metadata().ok()).filter(|found| found.is_file());
+    files.filter(|found| found.nlink() == 0).map(|found| found.blocks() * 512).sum()
+}
+
+/// A view takes no more than half of the room that the record needs too, and gives it back when it fails or ends, also where no connection writes on.
+#[test]
+fn a_view_leaves_room_for_the_writes() {
+    let what = "a view whose file system runs full";
+    if !need_root(what) || !need(&["mkfs.ext4"], what) {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new(what));
+    let (vm, fs) = (site.path("vm.raw"), site.image("fs.img", 64 * MIB));
+    image::random(&vm, 64 * MIB, &mut random);
+    Run::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&fs).ok();
+    let Some(_mounted) = Mount::new(&["-o", "loop"], &fs, &site.state()) else {
+        return skipped(what, "ext4 cannot be mounted from a loop device here");
+    };
+    let server = site.serve(&[&vm], &[]);
+    let kept = || nameless(server.id()) / MIB;
+    let mut guest = server.client("vm");
+    let mut write = |mib: std::ops::Range<u64>| {
+        mib.for_each(|at| guest.write(at * MIB, &random.bytes(MIB as usize)).expect("a write"))
+    };
+    let reader = server.client("vm@view");
+    write(0..16);
+    assert_eq!(kept(), 16);
+    drop(reader);
+    until("the view has given its room back", || kept() == 0);
+    let mut reader = server.client("vm@view");
+    write(0..64);
+    assert_eq!(kept(), 0);
+    reader.read(0, 4096).expect_err("it has failed");
+    // Holes take none, and are not read.
+    server.stop();
+    let sparse = site.image("sparse.raw", 4096 * MIB);
+    let server = site.serve(&[&sparse], &["--view-limit", "1M"]);
+    let (mut guest, mut reader) = (server.client("sparse"), server.client("sparse@view"));
+    guest.trim(0, 2 << 30).expect("a trim");
+    reader.read(0, 4096).expect("the view goes on");
 }
 
 #[test]

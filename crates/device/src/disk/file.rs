@@ -194,9 +194,8 @@ impl FileDisk {
             }
             metadata.len()
         };
-        let only_read = DiskOptions::default();
-        let watched =
-            (options.write && !block).then(|| open_file(&by_descriptor(&plain), &only_read, 0).ok());
+        let watched = (options.write && !block)
+            .then(|| open_file(&by_descriptor(&plain), &DiskOptions::default(), 0).ok());
         Ok(FileDisk {
             path: path.to_path_buf(),
             witness: watched.flatten(),
@@ -212,6 +211,14 @@ impl FileDisk {
             edges: Mutex::new(()),
             threads: false,
         })
+    }
+
+    /// The same once more, for reading, which is enough to flush it. Of a device flushes tell their own errors alone.
+    pub(crate) fn open_once_more(&self) -> io::Result<File> {
+        if self.block {
+            return self.plain.try_clone();
+        }
+        open_file(&by_descriptor(&self.plain), &DiskOptions::default(), 0)
     }
 
     pub(crate) fn is_block(&self) -> bool {

@@ -3,9 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use extents::Bitmap;
@@ -16,7 +14,7 @@ use crate::disk::file::{DiskOptions, adopt};
 use crate::disk::threads::ThreadQueue;
 use crate::disk::{Disk, Queue};
 use crate::error::within;
-use crate::usage::free_space;
+use crate::room::Room;
 
 /// The smallest part of the disk that is copied to the scratch file, in bytes; of a larger disk, parts are larger, so that a bitmap of
 /// them stays small.
@@ -25,8 +23,6 @@ const MOST_BLOCKS: u64 = 1 << 30;
 /// Bytes of the disk that share a lock.
 const STRIPE: u64 = 1 << 20;
 const LOCKS: usize = 64;
-/// How many bytes are taken of the scratch file's file system before it is looked again what that has left.
-const LOOK_EVERY: u64 = 4 << 20;
 
 /// A disk over another one, with a scratch file that has no name and is gone with the process. The scratch file takes at most half of
 /// the space that its file system would have without it; beyond that, writes fail.
@@ -41,8 +37,7 @@ pub struct Overlay {
     locks: Vec<Mutex<()>>,
     /// The scratch file, to see what it takes.
     file: File,
-    /// Bytes that may be written before that is looked at again.
-    quota: AtomicU64,
+    room: Room,
 }
 
 impl Overlay {
@@ -68,13 +63,13 @@ impl Overlay {
             block,
             locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
             file,
-            quota: AtomicU64::new(0),
+            room: Room::default(),
         })
     }
 
     /// Bytes that the scratch file takes.
     pub fn taken(&self) -> io::Result<u64> {
-        Ok(self.file.metadata()?.blocks() * 512)
+        Room::taken(&self.file)
     }
 
     /// Gives the room back that the scratch file takes. Nothing can be written or read that was written from then on.
@@ -98,21 +93,12 @@ impl Overlay {
 
     /// Makes sure that this much may be written.
     fn room(&self, bytes: u64) -> io::Result<()> {
-        if self.quota.fetch_update(SeqCst, SeqCst, |quota| quota.checked_sub(bytes)).is_ok() {
+        if self.room.take(&self.file, bytes)? {
             return Ok(());
         }
-        let (taken, free) = (self.taken()?, free_space(&self.folder)?);
-        if taken.saturating_add(bytes) > free.saturating_sub(bytes) {
-            return Err(io::Error::new(
-                io::ErrorKind::StorageFull,
-                format!(
-                    "what was written would take more than half of the space in {}",
-                    self.folder.display()
-                ),
-            ));
-        }
-        self.quota.store(LOOK_EVERY.min((free - taken) / 4), SeqCst);
-        Ok(())
+        let text =
+            format!("what was written would take more than half of the space in {}", self.folder.display());
+        Err(io::Error::new(io::ErrorKind::StorageFull, text))
     }
 
     /// Has a change made to a range, stripe by stripe. Blocks of which it covers only a part are copied first.
@@ -195,9 +181,10 @@ impl Disk for Overlay {
         self.write_at(offset, buf)
     }
 
-    fn zero(&self, offset: u64, len: u64, unmap: bool, _fast: bool) -> io::Result<()> {
+    /// With a hole also where none is wanted: for a scratch file, space is not to be kept.
+    fn zero(&self, offset: u64, len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
         self.check("zeroing", offset, len)?;
-        self.change(offset, len, &|part| self.scratch.zero(part.start, part.end - part.start, unmap, false))
+        self.change(offset, len, &|part| self.scratch.zero(part.start, part.end - part.start, true, false))
     }
 
     fn discard(&self, offset: u64, len: u64) -> io::Result<()> {

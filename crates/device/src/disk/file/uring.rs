@@ -8,6 +8,7 @@
 //! impossible, or the queue is forgotten, the buffers are never freed, so the kernel may still use them.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -29,6 +30,9 @@ const LENT_WITHIN: Duration = Duration::from_secs(1);
 pub(crate) struct UringQueue {
     ring: IoUring,
     disk: Arc<FileDisk>,
+    /// An opening of the file that this queue alone flushes: of what could not be written the kernel tells each opening once, and another queue may
+    /// take the answer to its own flush from the ring much later.
+    flushed: File,
     /// The most operations in flight.
     depth: usize,
     slots: Vec<Option<Slot>>,
@@ -130,10 +134,12 @@ impl UringQueue {
             return Err(io::ErrorKind::Unsupported.into());
         }
         lend_a_thread(&mut ring)?;
+        let flushed = disk.open_once_more()?;
         let depth = depth as usize;
         Ok(UringQueue {
             ring,
             disk,
+            flushed,
             depth,
             slots: Vec::new(),
             free_slots: Vec::new(),
@@ -278,7 +284,7 @@ impl UringQueue {
             let entry = self.entry(&op, held).user_data(number as u64);
             let entry = if op.patient { entry.flags(squeue::Flags::ASYNC) } else { entry };
             // SAFETY: the entry's memory is that of a slot's buffer and stays until the completion is taken (see above);
-            // its descriptor is open as long as `self.disk`.
+            // its descriptor is open as long as `self.disk`, or this queue.
             if unsafe { self.ring.submission().push(&entry) }.is_err() {
                 // The ring has as many entries as operations, so this never fails; the next round would try again.
                 return;
@@ -290,7 +296,11 @@ impl UringQueue {
     }
 
     fn entry(&self, op: &Op, held: &Slot) -> squeue::Entry {
-        let file = if op.plain { &self.disk.plain } else { self.disk.direct().unwrap_or(&self.disk.plain) };
+        let file = match op.act {
+            Act::Flush => &self.flushed,
+            _ if op.plain => &self.disk.plain,
+            _ => self.disk.direct().unwrap_or(&self.disk.plain),
+        };
         let file = types::Fd(file.as_raw_fd());
         // Stays within the buffer: `check` has compared its length with the pieces'.
         let memory = held.memory.wrapping_add(op.at);
