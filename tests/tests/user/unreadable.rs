@@ -301,8 +301,8 @@ fn a_flush_that_failed_is_never_followed_by_one_that_succeeds() {
     let Some(completion) = first.wait_fd() else { return skipped(what, "there is no io_uring") };
     let mut ready = [PollFd::new(&completion, PollFlags::IN)];
     poll(&mut ready, None).expect("its end");
+    std::fs::remove_file(&fails).expect("the file");
     second.submit(request(RequestKind::Flush, 0));
     second.complete(true).expect("the flush").result.expect_err("it cannot be written");
     first.complete(true).expect("the flush").result.expect_err("it cannot be written");
-    std::fs::remove_file(&fails).expect("the file");
 }
