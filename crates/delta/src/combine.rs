@@ -265,7 +265,10 @@ impl<R: Read> Feed<R> {
                         (self.record, self.within, self.data) = (0, 0, 0);
                     }
                     Some(_) => {}
-                    None => return Ok(None),
+                    None => {
+                        self.reader.expect_end().map_err(|e| of(self.number, e))?;
+                        return Ok(None);
+                    }
                 }
                 continue;
             };

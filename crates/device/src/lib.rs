@@ -70,6 +70,6 @@ pub use room::Room;
 pub use sharing::Sharing;
 pub use sys::local_minute;
 pub use usage::{
-    Mount, file_system, free_space, hidden_mount, in_use, may_change, mounted_at, mounts_on,
+    Mount, drop_cached, file_system, free_space, hidden_mount, in_use, may_change, mounted_at, mounts_on,
     opened_for_writing,
 };

@@ -49,6 +49,17 @@ pub(crate) fn is_read_only(device: u64) -> bool {
     std::fs::read_to_string(sysfs(device).join("ro")).is_ok_and(|text| text.trim() == "1")
 }
 
+/// Drops what the system keeps in memory of a block device's content: a file system on it is written to past that, so who reads the device
+/// through it would read what was there before. What others use stays.
+///
+/// # Errors
+/// If the device cannot be opened.
+pub fn drop_cached(path: &Path) -> Result<(), DeviceError> {
+    let file = std::fs::File::open(path).map_err(|e| DeviceError::from_io("open", path, e))?;
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)
+        .map_err(|e| DeviceError::from_io("drop what is cached of", path, e.into()))
+}
+
 /// Bytes that an ordinary user may still write to the file system that holds `path`.
 pub fn free_space(path: &Path) -> Result<u64, DeviceError> {
     match rustix::fs::statvfs(path) {

@@ -122,8 +122,8 @@ pub(crate) enum Command {
         absolute. tls://HOST[:PORT]/PATH is a path in the first --into folder of \"dsync receive\" on that \
         host, or in the first --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an \
         absolute path.\n\n\
-        A block device is a new destination only if it looks blank, at its first and last MiB and at 64 \
-        places between them. Overwrite one with other content with --adopt=overwrite.\n\n\
+        A block device is a new destination only if it looks blank, at its first and last MiB, at 512 \
+        places between them, and where file systems keep copies of their superblocks. Overwrite one with other content with --adopt=overwrite.\n\n\
         --hook starts a command before the cut, the moment that the copy shows. It reads \"begin\" from \
         standard input, and prints \"ready\" when the disk may be cut; it reads \"cut\" after that, and \
         \"end\" after the commit (\"failed\" if there is none). If it ends before it is ready, or takes too \

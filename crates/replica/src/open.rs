@@ -18,7 +18,23 @@ use crate::state::options::ReplicaOptions;
 use crate::state::role::Promoted;
 
 /// Places at which a device is looked at before a first copy to it.
-const SAMPLES: u64 = 64;
+const SAMPLES: u64 = 512;
+/// Where file systems keep a second superblock, whatever became of the first: ext4 with blocks of 1 and of 4 KiB at the beginning of some of its
+/// groups, in bytes; Btrfs at two places.
+const GROUPS: [u64; 2] = [8 << 20, 128 << 20];
+const IN_GROUPS: [u64; 8] = [1, 3, 5, 7, 9, 25, 27, 49];
+const OF_BTRFS: [u64; 2] = [64 << 20, 256 << 30];
+/// XFS has one in each of its parts, of which it has four mostly.
+const PARTS_OF_XFS: u64 = 4;
+
+/// The places of 4 KiB on a device of this size at which it shows that it is not blank, in bytes.
+fn samples(size: u64) -> impl Iterator<Item = u64> {
+    let evenly = (1..=SAMPLES).map(move |at| size / (SAMPLES + 1) * at);
+    let groups = GROUPS.into_iter().flat_map(|group| IN_GROUPS.map(|at| group * at));
+    let parts = (1..PARTS_OF_XFS).map(move |at| size.div_ceil(4096).div_ceil(PARTS_OF_XFS) * 4096 * at);
+    let all = evenly.chain(groups).chain(OF_BTRFS).chain(parts).map(|at| at / 4096 * 4096);
+    all.filter(move |at| at.checked_add(4096).is_some_and(|end| end <= size))
+}
 
 /// Locks a file or a device for its only writer. `None` where its file system has no locks, or what opens it locks it.
 fn lock_image(path: &Path, format: Format) -> Result<Option<device::ImageLock>> {
@@ -195,11 +211,11 @@ impl Replica {
         if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination().path().to_path_buf())) }
     }
 
-    /// True if a device seems blank: its first and last MiB, and 4 KiB at [`SAMPLES`] places between them, are zeroes.
+    /// True if a device seems blank: its first and last MiB, and 4 KiB at [`samples`] between them, are zeroes.
     fn is_blank(&self) -> Result<bool> {
         let disk = self.destination().open(Name::Final)?;
-        let (len, sample) = (disk.len().min(1 << 20), disk.len().min(4096));
-        let between = (1..=SAMPLES).map(|at| (disk.len() / (SAMPLES + 1) * at / 4096 * 4096, sample));
+        let len = disk.len().min(1 << 20);
+        let between = samples(disk.len()).map(|at| (at, 4096));
         for (offset, len) in [(0, len), (disk.len() - len, len)].into_iter().chain(between) {
             let mut buf = device::Buf::new(len as usize);
             // Sector by sector, so that an unreadable one is named.

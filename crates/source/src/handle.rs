@@ -587,16 +587,27 @@ impl Handle {
     pub fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
         match &self.holder {
             Holder::Here(source) => source.name_checkpoint(name, at),
-            Holder::Live(live) => live.name_checkpoint(name, at),
+            Holder::Live(live) => {
+                let epoch = live.name_checkpoint(name, at)?;
+                at.map_or_else(|| live.drop_cached(), |_| Ok(()))?;
+                Ok(epoch)
+            }
             Holder::Server(client, _) => client.name_checkpoint(name, at),
         }
     }
 
-    /// Ends the epoch, without a view. Data read afterwards is of this epoch or newer.
+    /// Ends the epoch, without a view. Data that anybody reads afterwards is of this epoch or newer.
+    ///
+    /// # Errors
+    /// If that fails, or the device of a live disk cannot be opened.
     pub fn end_epoch(&self) -> Result<Epoch, SourceError> {
         match &self.holder {
             Holder::Here(source) => Ok(source.checkpoint(false)?.epoch),
-            Holder::Live(live) => Ok(live.checkpoint()?.epoch()),
+            Holder::Live(live) => {
+                let epoch = live.checkpoint()?.epoch();
+                live.drop_cached()?;
+                Ok(epoch)
+            }
             Holder::Server(client, _) => Ok(client.view(false)?.0),
         }
     }

@@ -449,6 +449,23 @@ fn a_device_with_something_in_its_middle_is_not_blank() {
     scene.site.sync(&scene.image, device.device(), &[]).code(4).says(&["not a dsync replica", "--adopt"]);
     std::fs::write(&backing, vec![0; 64 << 20]).expect("zeroes");
     scene.site.sync(&scene.image, device.device(), &[]).ok();
+    // File systems that have lost their first MiB are mended by what they keep elsewhere, whatever the size of the disk.
+    for (make, size) in [("mkfs.ext4 -q", 20 << 30), ("mkfs.btrfs -q", 20 << 30), ("mkfs.xfs -q", 20 << 30)] {
+        let program = make.split(' ').next().unwrap_or_default();
+        if !need(&[program], what) {
+            continue;
+        }
+        let backing = scene.site.image(&format!("of-{program}"), size);
+        Run::shell(&format!(
+            "{make} {0} && dd if=/dev/zero of={0} bs=1M count=1 conv=notrunc status=none",
+            backing.display()
+        ))
+        .ok();
+        let Some(device) = Loop::new(&backing) else {
+            return skipped(what, "there are no more loop devices");
+        };
+        scene.site.sync(&scene.image, device.device(), &[]).code(4).says(&["not a dsync replica"]);
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use dsync_tests::mount::{Loop, Mount, wait_until_free};
 use dsync_tests::scene::number;
 use dsync_tests::site::binary;
 use dsync_tests::tracked::{Tracked, Untrack};
-use dsync_tests::{Random, Run, Site, got, need, repository, rounds, say, skipped, until};
+use dsync_tests::{Output, Random, Run, Site, got, need, repository, rounds, say, skipped, until};
 use testing::stalled::{StalledWrite, is_freezing};
 
 const MIB: u64 = 1 << 20;
@@ -562,6 +562,42 @@ fn a_comparison_finds_at_the_replica_what_a_verify_cannot() {
     verify.code(4).says(&["keeps no view of it for a verify", "sync --method compare"]);
     assert_eq!(sync(&["--method", "compare"])["method"], "compare");
     assert!(!differs());
+}
+
+/// A file system writes past what the system has in memory of its device.
+#[test]
+fn what_anybody_reads_after_a_checkpoint_is_no_older() {
+    let Some(tracked) = Tracked::new("a reader of a disk in use", 32 * MIB) else { return };
+    let (device, store) = (tracked.device(), tracked.site.path("store"));
+    let (file, mut random) = (tracked.place.join("file"), Random::new("a reader"));
+    let mut write = || {
+        std::fs::write(&file, random.bytes(2 << 20)).expect("a file");
+        Run::new("sync").arg("-f").arg(&file).ok();
+    };
+    let id = |said: Output| said.summary()["epoch_id"].as_str().expect("an id").to_owned();
+    write();
+    let mut last = id(tracked.site.dsync(["checkpoint"]).arg(device).args(["backup", "--json"]).ok());
+    std::fs::write(&store, std::fs::read(device).expect("the device")).expect("a copy");
+    for _ in 0..2 {
+        write();
+        let changes = tracked.site.dsync(["changes", "--json", "--since", &last]).arg(device).ok();
+        let summary = changes.summary();
+        let (from, to) = (std::fs::File::open(device), std::fs::File::options().write(true).open(&store));
+        let (from, to) = (from.expect("the device"), to.expect("the copy"));
+        for range in summary["ranges"].as_array().expect("ranges") {
+            let [at, len] = [0, 1].map(|part| range[part].as_u64().expect("a number"));
+            let mut bytes = vec![0; len as usize];
+            from.read_exact_at(&mut bytes, at).expect("the device");
+            to.write_all_at(&bytes, at).expect("the copy");
+        }
+        last = id(changes);
+        tracked.site.dsync(["checkpoint"]).arg(device).args(["backup", "--at", &last]).ok();
+    }
+    let current = std::fs::read(&file).expect("the file");
+    let copied = std::fs::read(&store).expect("the copy");
+    // The file is somewhere in the copy, in pieces of a block at least.
+    let has = |block: &[u8]| copied.chunks(1024).any(|at| at.starts_with(block));
+    assert!(current.chunks(256 << 10).all(|part| has(&part[..1024])), "the copy has not the last content");
 }
 
 #[test]

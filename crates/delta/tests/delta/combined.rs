@@ -226,6 +226,22 @@ fn damage_in_either_leaves_no_delta() {
     }
 }
 
+#[test]
+fn what_follows_either_leaves_no_delta() {
+    let first = delta(&header(10_000, 10_000, &[1, 2]), vec![zero(0, 10)], None);
+    let second = delta(&header(10_000, 10_000, &[2, 3]), vec![zero(5, 10)], None);
+    let with = |one: &[u8], more: &[u8]| [one, more].concat();
+    for (first, second, expected) in [
+        (with(&first, b"more"), second.clone(), 1),
+        (with(&first, &second), second.clone(), 1),
+        (first.clone(), with(&second, &second), 2),
+    ] {
+        let mut writer = Writer::new(Vec::new());
+        let error = combine(&[&first, &second], None, &mut writer).unwrap_err();
+        assert!(matches!(&error, Error::Of { number, .. } if *number == expected), "{error}");
+    }
+}
+
 /// Deltas that are bound to one another's states, as those that lead a replica back: the result leads to the state of the last.
 #[test]
 fn what_is_bound_to_the_state_before_continues_it() {

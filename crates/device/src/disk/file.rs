@@ -213,7 +213,7 @@ impl FileDisk {
         })
     }
 
-    /// The same once more, for reading, which is enough to flush it. Of a device flushes tell their own errors alone.
+    /// Opens the disk once more, for reading, which is enough to flush it. Of a device flushes tell their own errors alone.
     pub(crate) fn open_once_more(&self) -> io::Result<File> {
         if self.block {
             return self.plain.try_clone();

@@ -344,6 +344,14 @@ impl Live {
         identity.is_block().then(|| WriteCounts::of(identity.dev)).flatten()
     }
 
+    /// Drops what the system has in memory of the device, for those who read it by their own means.
+    ///
+    /// # Errors
+    /// If the device cannot be opened.
+    pub(crate) fn drop_cached(&self) -> Result<(), SourceError> {
+        Ok(device::drop_cached(&self.about.path)?)
+    }
+
     fn flush_device(&self) -> Result<(), SourceError> {
         self.disk.flush().map_err(SourceError::state("flush", &self.about.path))
     }
