@@ -80,6 +80,17 @@ impl<R: Read> Combined<R> {
         Ok(Combined { layers, at: 0, header, encoder, frame: Frame::default(), totals: Totals::default() })
     }
 
+    /// Makes sure that all deltas end here, after their trailers, as [`Reader::expect_end`].
+    ///
+    /// # Errors
+    /// If anything follows one.
+    pub fn expect_end(&mut self) -> Result<()> {
+        self.layers.iter_mut().try_for_each(|layer| match layer {
+            Layer::Delta(feed, _) => feed.reader.expect_end().map_err(|e| of(feed.number, e)),
+            Layer::Grown(_) => Ok(()),
+        })
+    }
+
     /// The next unit; `None` after the trailer.
     ///
     /// # Errors
@@ -265,10 +276,7 @@ impl<R: Read> Feed<R> {
                         (self.record, self.within, self.data) = (0, 0, 0);
                     }
                     Some(_) => {}
-                    None => {
-                        self.reader.expect_end().map_err(|e| of(self.number, e))?;
-                        return Ok(None);
-                    }
+                    None => return Ok(None),
                 }
                 continue;
             };

@@ -26,6 +26,7 @@ mod last_write_time;
 mod tracked;
 mod tracker;
 mod tracker_lock;
+mod unwritten;
 
 pub use bitmap_file::BitmapFile;
 pub use cow_store::{CowFiles, CowStore};

@@ -16,7 +16,7 @@
 //!   make checkpoints, cuts and sweeps.
 //!   The locks of several disks that end their epochs at one moment are taken in one order.
 //! - *Inner* locks are held for memory and file operations alone, never while the gate is drained and never while an outer
-//!   lock is being taken: `Shared::current`, `Shared::spare`, `Shared::looked`, the write-intent log, and the stripes of a
+//!   lock is being taken: `Shared::current`, `Shared::spare`, `ForeignWatch::looked`, the write-intent log, and the stripes of a
 //!   view. Every thread may take them.
 //!
 //! Whatever a writer calls ([`TrackedDisk`] as a `Disk`, its queues, [`TrackedDisk::dirty_runs`]) takes inner locks only.
@@ -39,6 +39,7 @@ use crate::felt::Waits;
 use crate::gate::{ClosedGates, Gate};
 use crate::intent::Intents;
 use crate::last_write_time::LastWriteTime;
+use crate::unwritten::Unwritten;
 
 /// What can be wrong with a record.
 #[derive(Debug, thiserror::Error)]
@@ -174,6 +175,15 @@ struct Shared {
     ending: Mutex<()>,
     /// The next record, created ahead.
     spare: Mutex<Option<BitmapFile>>,
+    foreign: ForeignWatch,
+    /// Where the disk ends by now, in bytes, if that is before its end when it was opened.
+    end: AtomicU64,
+    unwritten: Unwritten,
+}
+
+/// Whether others write to the disk.
+#[derive(Default)]
+struct ForeignWatch {
     /// The mark of the disk at the last check.
     looked: Mutex<Option<WriteMark>>,
     /// No change was admitted since the last check. The next one checks again first: afterwards its own mark would hide foreign writes. Only
@@ -181,8 +191,6 @@ struct Shared {
     at_rest: AtomicBool,
     /// Returns the mark of the disk, as for [`TrackedDisk::look`].
     watch: OnceLock<Watch>,
-    /// Where the disk ends by now, in bytes, if that is before its end when it was opened.
-    end: AtomicU64,
 }
 
 type Watch = Box<dyn Fn() -> Option<WriteMark> + Send + Sync>;
@@ -243,6 +251,7 @@ impl TrackedDisk {
             .map_err(failed("cannot make the write-intent log"))?;
         let served = LastWriteTime::open(&*folder, settings.clock.clone())
             .map_err(failed("cannot make the stamp of the last write"))?;
+        let unwritten = Unwritten::open(&*folder).map_err(failed("cannot read a file"))?;
         Ok(TrackedDisk {
             shared: Arc::new(Shared {
                 disk,
@@ -261,10 +270,9 @@ impl TrackedDisk {
                 followers: AtomicU64::new(0),
                 ending: Mutex::new(()),
                 spare: Mutex::new(None),
-                looked: Mutex::new(None),
-                at_rest: AtomicBool::new(false),
-                watch: OnceLock::new(),
+                foreign: ForeignWatch::default(),
                 end: AtomicU64::new(u64::MAX),
+                unwritten,
             }),
         })
     }
@@ -593,7 +601,7 @@ impl TrackedDisk {
     pub fn pulse(&self, before: u64) -> (bool, u64) {
         let s = &self.shared;
         // What waits to be admitted after a rest has not written: a note would make what others wrote before it an own write after a kill.
-        if s.gate.is_busy() && !s.at_rest.load(SeqCst) || s.served.is_ahead() {
+        if s.gate.is_busy() && !s.foreign.at_rest.load(SeqCst) || s.served.is_ahead() {
             s.served.note();
         }
         let last = s.served.last();
@@ -607,17 +615,17 @@ impl TrackedDisk {
     /// False if it is too early: what others write next may be stamped with the time that the image bears already.
     pub fn look(&self, mark: impl FnOnce() -> Option<WriteMark>) -> Result<bool, TrackError> {
         let s = &self.shared;
-        let mut looked = s.looked.lock().unwrap_or_else(|e| e.into_inner());
+        let mut looked = s.foreign.looked.lock().unwrap_or_else(|e| e.into_inner());
         let noted = s.served.last();
         // At rest, whatever is in the gate waits for this lock before it is admitted.
-        let rested = s.at_rest.load(SeqCst);
+        let rested = s.foreign.at_rest.load(SeqCst);
         let now = mark();
         if !rested {
             // Before the gate is checked: a write that enters from now on waits for this check, and then checks first.
-            s.at_rest.store(true, SeqCst);
+            s.foreign.at_rest.store(true, SeqCst);
             // In this order: a write in progress during the check is still inside the gate, or has left a note.
             if s.gate.is_busy() || s.served.last() != noted {
-                s.at_rest.store(false, SeqCst);
+                s.foreign.at_rest.store(false, SeqCst);
                 return Ok(true);
             }
         }
@@ -628,7 +636,7 @@ impl TrackedDisk {
         };
         *looked = now;
         if now.is_none() {
-            s.at_rest.store(false, SeqCst);
+            s.foreign.at_rest.store(false, SeqCst);
         }
         if moved {
             s.served.doubt().map_err(self.failed("cannot record that the image was changed by others"))?;
@@ -641,7 +649,7 @@ impl TrackedDisk {
 
     /// Sets the function for the mark of the disk, for the first write after a rest. Later calls have no effect.
     pub fn watch(&self, mark: impl Fn() -> Option<WriteMark> + Send + Sync + 'static) {
-        let _ = self.shared.watch.set(Box::new(mark));
+        let _ = self.shared.foreign.watch.set(Box::new(mark));
     }
 
     /// The disk ends here by now, in bytes: what is beyond is refused from now on. A write there would make a file longer again.
@@ -668,7 +676,10 @@ impl TrackedDisk {
     pub fn close(&self) -> Result<(), TrackError> {
         let s = &self.shared;
         s.gate.drain();
-        s.disk.flush().map_err(self.failed("cannot flush the source; state"))?;
+        let flushed = s.disk.flush();
+        let kept = s.unwritten.close(&*s.folder, flushed.as_ref().err());
+        flushed.map_err(self.failed("cannot flush the source; state"))?;
+        kept.map_err(self.failed("cannot remove a file"))?;
         self.sync_records().map_err(self.failed("cannot write a record"))?;
         if let Some(spare) = s.spare.lock().unwrap_or_else(|e| e.into_inner()).take() {
             BitmapFile::remove(&*s.folder, spare.number()).map_err(self.failed("cannot remove a record"))?;
@@ -784,7 +795,7 @@ impl Shared {
                         follower.blocks.set(blocks.clone());
                     }
                 }
-                if self.at_rest.load(SeqCst) {
+                if self.foreign.at_rest.load(SeqCst) {
                     self.wake();
                 }
                 self.served.note();
@@ -801,18 +812,18 @@ impl Shared {
 
     /// Inside the gate, before the first change since the last check. Other changes wait here meanwhile.
     fn wake(&self) {
-        let looked = self.looked.lock().unwrap_or_else(|e| e.into_inner());
-        if !self.at_rest.load(SeqCst) {
+        let looked = self.foreign.looked.lock().unwrap_or_else(|e| e.into_inner());
+        if !self.foreign.at_rest.load(SeqCst) {
             return;
         }
-        if let (Some(was), Some(watch)) = (&*looked, self.watch.get()) {
+        if let (Some(was), Some(watch)) = (&*looked, self.foreign.watch.get()) {
             // What is not told is not believed.
             if watch().is_none_or(|now| was.has_moved(&now)) {
                 // Counted in memory that outlives the process; that it is durable, too, is not for a write to wait for.
                 self.served.count_foreign();
             }
         }
-        self.at_rest.store(false, SeqCst);
+        self.foreign.at_rest.store(false, SeqCst);
     }
 
     fn end(&self, side: usize) {
@@ -869,7 +880,7 @@ impl CurrentCache {
 
 impl Disk for TrackedDisk {
     fn failed(&self) -> Option<String> {
-        self.shared.disk.failed()
+        self.shared.disk.failed().or_else(|| self.shared.unwritten.why().map(str::to_owned))
     }
     fn len(&self) -> u64 {
         self.shared.disk.len()
@@ -924,6 +935,15 @@ fn changes(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Write { .. } | RequestKind::Zero { .. } | RequestKind::Discard { .. })
 }
 
+/// True if what it answers for is to be durable.
+fn is_durable(kind: RequestKind) -> bool {
+    match kind {
+        RequestKind::Flush => true,
+        RequestKind::Write { fua } | RequestKind::Zero { fua, .. } | RequestKind::Discard { fua } => fua,
+        RequestKind::Read => false,
+    }
+}
+
 impl Queue for TrackedQueue {
     fn submit(&mut self, mut request: Request) {
         if changes(request.kind) {
@@ -959,6 +979,9 @@ impl Queue for TrackedQueue {
             return Some(done);
         }
         let mut done = self.inner.complete(wait)?;
+        if is_durable(done.request.kind) {
+            done.result = self.shared.unwritten.tell(done.result);
+        }
         if changes(done.request.kind) {
             let place = done.request.token as usize;
             let (token, side, begun) = self.passes[place];

@@ -510,8 +510,9 @@ fn a_view_of_a_huge_disk_keeps_what_is_overwritten_anywhere() {
 #[test]
 fn a_full_view_breaks_and_the_writer_goes_on() {
     let (temp, folder) = scratch();
-    let ram = Arc::new(RamDisk::new(64 * BLOCK));
-    let disk = open(ram.clone(), &folder, 0);
+    // Of zeroes nothing would be kept.
+    let ram = Arc::new(RamDisk::from_bytes(&[9; 64 * BLOCK as usize]));
+    let disk = open(ram, &folder, 0);
     let saved = Arc::new(CowStore::create(temp.path(), disk.len(), BLOCK as u32, 3 * BLOCK).unwrap());
     disk.checkpoint(Some(saved.clone()), None).unwrap();
     let mut part = [0; 100];
@@ -527,7 +528,7 @@ fn a_full_view_breaks_and_the_writer_goes_on() {
 #[test]
 fn a_view_keeps_only_what_its_reader_still_needs() {
     let (temp, folder) = scratch();
-    let ram = Arc::new(RamDisk::new(64 * BLOCK));
+    let ram = Arc::new(RamDisk::from_bytes(&[9; 64 * BLOCK as usize]));
     let disk = open(ram, &folder, 0);
     let saved = Arc::new(CowStore::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
     disk.checkpoint(Some(saved.clone()), None).unwrap();

@@ -9,6 +9,7 @@ use dsync_tests::mount::{Attached, Mount, Worn};
 use dsync_tests::scene::number;
 use dsync_tests::{Random, Run, Scene, Site, need, need_root, skipped, until};
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
@@ -279,6 +280,26 @@ fn a_flush_that_failed_is_never_followed_by_one_that_succeeds() {
         .args(["iflag=direct", "bs=1M", "status=none"])
         .ok();
     image::assert_equal(&found, &replica);
+    // A server that cannot write all at its end has told nobody: the next one tells whoever still counts on it.
+    let mut server = site.serve(&[&image], &[]);
+    let mut client = server.client("vm");
+    client.write(MIB, &random.bytes(65536)).expect("it is in memory");
+    std::fs::write(&fails, "").expect("a file");
+    server.process().signal(Signal::TERM);
+    until("it has ended", || server.process().ended().is_some());
+    drop(server);
+    std::fs::remove_file(&fails).expect("the file");
+    let server = site.serve(&[&image], &[]);
+    let mut client = server.client("vm");
+    client.flush().expect_err("what the server before has answered for is lost");
+    let checked = site.dsync(["status", "--check"]).code(1).text();
+    assert!(checked.contains("a flush failed ("), "{checked}");
+    drop(client);
+    let said = server.stop();
+    said.says(&["the server before could not write all that it had answered for", "stop what uses the disk"]);
+    let server = site.serve(&[&image], &[]);
+    server.client("vm").flush().expect("all has been started anew");
+    server.stop();
     // Of two queues, the one that has not looked at its answer yet does not have the error alone.
     let options = DiskOptions { write: true, direct: true, exclusive: false };
     let disk = device::open(&image, &options).expect("the image");

@@ -310,7 +310,8 @@ fn a_backup_notices_that_its_machine_was_rolled_back() {
         image::assert_equal(&shown, &restored);
     }
     let files = backup.files();
-    assert_eq!(files.iter().filter(|[_, since, _]| since == "full").count(), 1, "{files:?}");
+    let why = site.dsync(["changes", "vm", "--since", &files[0][2]]).arg("--state-dir").arg(&state).output();
+    assert_eq!(files.iter().filter(|[_, since, _]| since == "full").count(), 1, "{files:?} {why}");
     assert_eq!(files[4][1], files[1][2], "it goes on from the newest that is not lost: {files:?}");
     let changes =
         |since: &str| site.dsync(["changes", "vm", "--since", since]).arg("--state-dir").arg(&state);

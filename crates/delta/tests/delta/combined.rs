@@ -227,18 +227,24 @@ fn damage_in_either_leaves_no_delta() {
 }
 
 #[test]
-fn what_follows_either_leaves_no_delta() {
+fn what_follows_either_is_told() {
     let first = delta(&header(10_000, 10_000, &[1, 2]), vec![zero(0, 10)], None);
     let second = delta(&header(10_000, 10_000, &[2, 3]), vec![zero(5, 10)], None);
     let with = |one: &[u8], more: &[u8]| [one, more].concat();
     for (first, second, expected) in [
-        (with(&first, b"more"), second.clone(), 1),
-        (with(&first, &second), second.clone(), 1),
-        (first.clone(), with(&second, &second), 2),
+        (first.clone(), second.clone(), None),
+        (with(&first, b"more"), second.clone(), Some(1)),
+        (with(&first, &second), second.clone(), Some(1)),
+        (first.clone(), with(&second, &second), Some(2)),
     ] {
-        let mut writer = Writer::new(Vec::new());
-        let error = combine(&[&first, &second], None, &mut writer).unwrap_err();
-        assert!(matches!(&error, Error::Of { number, .. } if *number == expected), "{error}");
+        let mut combined = Combined::new(vec![&first[..], &second[..]], None).unwrap();
+        while combined.next().unwrap().is_some() {}
+        let number = match combined.expect_end() {
+            Ok(()) => None,
+            Err(Error::Of { number, .. }) => Some(number),
+            Err(other) => panic!("{other}"),
+        };
+        assert_eq!(number, expected);
     }
 }
 

@@ -114,7 +114,13 @@ pub(crate) fn combine(args: &args::Combine, output: &Output) -> Result<()> {
         }
         other => other.into(),
     })?;
-    while let Some(unit) = combined.next()? {
+    let mut next = combined.next()?;
+    while let Some(unit) = next {
+        next = combined.next()?;
+        if next.is_none() {
+            // Before the trailer, without which it is no delta.
+            combined.expect_end()?;
+        }
         writer.unit(&unit)?;
     }
     let totals = combined.totals();

@@ -360,6 +360,15 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
         .collect::<Result<_, _>>()?;
     drop(group);
     let lines: Vec<String> = all.iter().map(|served| announcement(served, &places)).collect();
+    for source in &sources {
+        if let Some(why) = source.disk().failed() {
+            output.warn(&format!(
+                "{}: the server before could not write all that it had answered for ({why}), so flushes fail here: stop what uses the disk, start this \
+                 server again, and that after it",
+                source.about().path.display()
+            ));
+        }
+    }
     let rehearsals = all.iter().filter_map(|served| match &served.what {
         What::Rehearsed(rehearsal) => Some(rehearsal.clone()),
         What::Tracked(_) | What::ReadOnly(_) => None,
