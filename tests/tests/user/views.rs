@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dsync_tests::image;
-use dsync_tests::mount::Mount;
+use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::nbd::{Client, DIRTY};
 use dsync_tests::scene::{number, ranges};
 use dsync_tests::{Random, Run, Scene, Server, Site, got, need, need_root, rounds, skipped, until};
@@ -269,10 +269,13 @@ fn a_backup_notices_that_its_machine_was_rolled_back() {
     let Some(backup) = Backup::new(&site) else { return };
     let mut random = Random::new("rolled back");
     let (machine, place) = (site.image("machine.raw", 64 * MIB), site.path("machine"));
-    Run::new("mkfs.ext4").arg("-q").arg(&machine).ok();
+    // Of one device throughout: another number is another file.
+    let Some(device) = Loop::new(&machine) else { return skipped(what, "there is no free loop device") };
+    let machine = device.device();
+    Run::new("mkfs.ext4").arg("-q").arg(machine).ok();
     let (disk, state) = (place.join("vm.raw"), place.join("state"));
     let on = || {
-        let mounted = Mount::new(&["-o", "loop"], &machine, &place)?;
+        let mounted = Mount::new(&[], machine, &place)?;
         let _ = std::fs::File::create_new(&disk).and_then(|file| file.set_len(8 * MIB));
         let options = ["--state-dir", state.to_str().expect("a path")];
         let server = site.serve(&[&disk], &options);
@@ -290,18 +293,22 @@ fn a_backup_notices_that_its_machine_was_rolled_back() {
     let Some((mounted, server)) = on() else {
         return skipped(what, "ext4 cannot be mounted from a loop device here");
     };
+    let copy = |from: &Path, to: &Path| {
+        let (from, to) = (format!("if={}", from.display()), format!("of={}", to.display()));
+        Run::new("dd").args([&from, &to]).args(["bs=1M", "conv=fsync", "status=none"]).ok();
+    };
     run(&server, 1);
     run(&server, 2);
     server.stop();
     drop(mounted);
     let snapshot = site.path("snapshot.raw");
-    std::fs::copy(&machine, &snapshot).expect("a snapshot");
+    copy(machine, &snapshot);
     let (mounted, server) = on().expect("mounted before");
     run(&server, 3);
     run(&server, 4);
     server.stop();
     drop(mounted);
-    std::fs::copy(&snapshot, &machine).expect("it goes back");
+    copy(&snapshot, machine);
     let (_mounted, server) = on().expect("mounted before");
     for block in [5, 6, 7] {
         run(&server, block);
