@@ -674,6 +674,31 @@ fn extract_without_since_fits_every_replica_whose_bookmark_is_known() {
 }
 
 #[test]
+fn a_replica_behind_a_gap_keeps_no_other_from_its_deltas() {
+    let site = Site::new();
+    let mut random = Random::new("extracts beside an old replica");
+    let (disk, old, new) = (site.image("disk.raw", MIB), site.path("old.raw"), site.path("new.raw"));
+    let extract = || site.dsync(["extract"]).arg(&disk);
+    image::scribble(&disk, 0, 8 * BLOCK, &mut random);
+    site.sync(&disk, &old, &[]).ok();
+    // Whatever is written outside dsync is a gap.
+    image::scribble(&disk, BLOCK, BLOCK, &mut random);
+    extract().code(3).says(&["is not known", "extract --since 0"]);
+    site.sync(&disk, &new, &[]).ok();
+    let server = site.serve(&[&disk], &[]);
+    server.client("disk").write(0, &[7; BLOCK as usize]).expect("a write");
+    let delta = extract().ok().stdout;
+    assert!(delta.len() < 3 * BLOCK as usize, "{} bytes", delta.len());
+    site.dsync(["merge"]).arg(&old).input(delta.clone()).code(4);
+    site.dsync(["merge"]).arg(&new).input(delta).ok();
+    image::assert_equal(&disk, &new);
+    let last = number(&site.dsync(["status", "disk", "--json"]).ok().summary(), "epoch").to_string();
+    let empty = site.dsync(["extract", "disk", "--since", &last]).ok().stdout;
+    let said = site.dsync(["inspect", "-"]).input(empty).ok().text();
+    assert!(said.contains(&format!("epochs   {last} to {last}: nothing changed")), "{said}");
+}
+
+#[test]
 fn a_broken_pipe_is_made_good_by_the_next_extract() {
     let mut scene = Scene::new("broken pipe", 16 * MIB);
     let extract = |scene: &Scene| scene.site.dsync(["extract", "vm"]).ok().stdout;

@@ -60,7 +60,8 @@ pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
         let fits = header.chain.split_last().map_or(&[][..], |(_, fits)| fits);
         let fits: Vec<String> = fits.iter().map(|epoch| epoch.number.to_string()).collect();
         match fits.len() {
-            0..=8 => format!("  epochs   {first} to {last}, fits a replica at epoch {}", fits.join(" or ")),
+            0 => format!("  epochs   {last} to {last}: nothing changed"),
+            1..=8 => format!("  epochs   {first} to {last}, fits a replica at epoch {}", fits.join(" or ")),
             many => format!(
                 "  epochs   {first} to {last}, fits a replica at any of {many} epochs from {first} on"
             ),

@@ -34,6 +34,12 @@ pub(crate) fn extract(args: &args::Extract, state: &StateDir, output: &Output) -
         }
     };
     output.finish();
+    let result = result.map_err(|error| match error.class() {
+        sync::Class::Lost => anyhow::Error::from(Failure::lost(format!(
+            "{error}: \"dsync extract --since 0\" writes the whole disk"
+        ))),
+        _ => error.into(),
+    });
     let extracted = crate::reach::source::close(handle, result)?;
     let from = match extracted.since {
         Some(epoch) => format!("epoch {epoch} to {}", extracted.epoch),

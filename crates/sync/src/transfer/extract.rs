@@ -58,7 +58,7 @@ impl<W: Write> Sink for ToWriter<'_, W> {
 }
 
 /// Writes what changed since an epoch to `out`: since the given number or checkpoint, 0 meaning the whole disk; without one
-/// since the oldest epoch at which a replica is known to be, and the whole disk where none is.
+/// since the oldest epoch at which a replica is known to be and since which it is known what changed, and the whole disk where none is.
 pub fn extract(
     handle: &Handle,
     since: Option<&str>,
@@ -143,8 +143,21 @@ fn begin(handle: &Handle, since: Option<&str>) -> Result<Option<Epoch>, SyncErro
     match since {
         Some("0") => Ok(None),
         Some(what) => Ok(Some(handle.epoch(what)?)),
-        None => Ok(fed(&handle.bookmarks()?).min_by_key(|epoch| epoch.number)),
+        None => {
+            let bookmarks = handle.bookmarks()?;
+            let first = |reached: bool| {
+                let known = fed(&bookmarks).filter(|epoch| !reached || reaches(handle, *epoch));
+                known.min_by_key(|epoch| epoch.number)
+            };
+            // One behind a gap, which no delta fits, does not keep the others from theirs.
+            Ok(first(true).or_else(|| first(false)))
+        }
     }
+}
+
+/// True if it is known what changed since an epoch.
+fn reaches(handle: &Handle, epoch: Epoch) -> bool {
+    handle.reaches(&[KnownPosition { epoch, upto: u64::MAX }]).is_ok()
 }
 
 /// The epochs of replicas, without the checkpoints of other readers.
@@ -152,8 +165,8 @@ pub(crate) fn fed(bookmarks: &Bookmarks) -> impl Iterator<Item = Epoch> {
     bookmarks.replicas().chain(bookmarks.0.get_key_value(BOOKMARK)).map(|(_, bookmark)| bookmark.epoch)
 }
 
-/// The epoch to keep for later extracts: the earliest at which the replica of this one may be. `None` if
-/// no bookmark is known at all, and none is needed.
+/// The epoch to keep for later extracts: the earliest at which the replica of this one may be. `None` if there is one already, which a merge's
+/// answer may be moving now, or none is needed.
 fn keeps(
     handle: &Handle,
     since: Option<&str>,
@@ -162,12 +175,9 @@ fn keeps(
 ) -> Result<Option<Epoch>, SyncError> {
     let bookmarks = handle.bookmarks()?;
     let kept = bookmarks.0.get(BOOKMARK).map(|bookmark| bookmark.epoch);
-    let reaches = |kept: &Epoch| handle.reaches(&[KnownPosition { epoch: *kept, upto: u64::MAX }]).is_ok();
     Ok(match (from, kept) {
-        // Named again, so that the history is tidied.
-        (Some(_), Some(kept)) => Some(kept),
-        (None, Some(kept)) if reaches(&kept) => Some(kept),
-        (None, _) => Some(epoch),
+        (Some(_), Some(_)) => None,
+        (None, kept) => kept.is_none_or(|kept| !reaches(handle, kept)).then_some(epoch),
         (Some(from), None) => {
             let number = since.is_some_and(|since| since.parse::<u64>().is_ok());
             (number && fed(&bookmarks).next().is_none()).then_some(from)
