@@ -31,7 +31,7 @@ use commands::{
 };
 use failure::Failure;
 use jobs::steering::Steering;
-use jobs::{hook, job, named_job};
+use jobs::{attempt, hook, job, named_job};
 use machine::rehearse;
 use output::Output;
 use reach::{far_side, key};
@@ -71,8 +71,13 @@ fn main() -> ExitCode {
             (cli, output)
         }
         Ok(None) => return ExitCode::SUCCESS,
-        Err(error) => return failed(&error, &output),
+        Err(error) => {
+            attempt::begin(None);
+            attempt::end(failure::code(&error), &failure::text(&error));
+            return failed(&error, &output);
+        }
     };
+    attempt::begin(Some(&cli));
     let output = match cli.command {
         Command::Extract(_) | Command::Combine(_) => output.on_stderr(),
         _ => output,
@@ -82,15 +87,12 @@ fn main() -> ExitCode {
         Ok(code) => (*code, String::new()),
         Err(error) => (failure::code(error), failure::text(error)),
     };
-    if ended.is_ok() && code == 0 {
-        let _ = job_copies::succeeded(&cli, &StateDir::find(cli.state_dir.as_deref()));
+    if code == 0 {
+        job_copies::fetched(&cli).into_iter().for_each(attempt::fetched);
     }
+    attempt::end(code, &message);
     if ended.is_err() {
         output.error(&message, code);
-        if !matches!(code, failure::BUSY | failure::USAGE) {
-            // For monitors; that it cannot be kept changes nothing.
-            let _ = job_copies::record(&message, &StateDir::find(cli.state_dir.as_deref()));
-        }
     }
     if let Some(command) = cli.command.on_failure().filter(|_| code != 0) {
         hook::on_failure(command, code, &message, &output);
@@ -146,9 +148,9 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         let output = output.alike();
         let cost = sync_command::cost_of_interrupt(&cli.command, &state);
         failure::on_interrupt(move || {
+            attempt::end(failure::INTERRUPTED, message);
             if !message.is_empty() {
-                // Behind the terminal's own ^C.
-                eprintln!();
+                eprintln!(); // Behind the terminal's own ^C.
                 output.error(&format!("{message}{}", cost()), failure::INTERRUPTED);
             }
             machine::end_interrupted();

@@ -71,8 +71,10 @@ pub use peek::{KeptClone, SourceWrites, doubt, lost, was_served, written_since};
 pub use record::bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
 pub use record::history::trail::{Trail, TrailStep, leave_trail, note_step};
 pub use record::history::{EpochInfo, History, KnownPosition};
+pub use record::job_record::{FetchedCopy, JobEnd, JobOutcome, JobRecord};
 pub use record::lives::lives;
 pub use record::overwritten::overwritten;
+pub use record::process::ProcessMark;
 pub use record::stamp::DeviceTrust;
 pub use record::state::{SourceMetadata, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]

@@ -165,6 +165,9 @@ fn each_metric_moves_with_what_it_measures() {
         let job = "command = sync\nsource = vm\ndestination = far:/nowhere\n";
         std::fs::write(jobs.join("new.conf"), job).expect("a job");
     });
+    here.moves("dsync_job_failing", &[], || {
+        scene.site.dsync(["run", "new", "--rsh", "false"]).code(1);
+    });
 
     // Roles and terms.
     drop(scene.server.take().expect("a server").stop());

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::{Loop, Worn};
+use dsync_tests::mount::{Loop, Worn, small};
 use dsync_tests::tracked::{Tracked, Untrack};
 use dsync_tests::{Random, Run, Scene, Site, got, need, need_root, promtool, sample, skipped};
 use serde_json::Value;
@@ -423,18 +423,16 @@ fn a_copy_that_a_job_never_began_is_reported() {
     written("sync", &image.display().to_string());
     run().env("RSH_CUT", "10").code(1);
     assert_eq!(problems(&site, &[]), ["never-copied"]);
-    // Of one that is served, what failed is kept.
+    // What failed is kept.
     let server = site.serve(&[&image], &[]);
     assert_eq!(problems(&site, &[]), ["never-copied"]);
     run().env("RSH_CUT", "10").code(1);
-    assert_eq!(problems(&site, &[]), ["incomplete"]);
+    assert_eq!((problems(&site, &[]), copied(&site, "vm-far")), (vec!["never-copied".into()], vec![false]));
     let told = site.dsync(["status", "--check"]).code(1).text();
-    assert!(told.contains("the first copy of") && told.contains("failed on"), "{told}");
-    run().env("RSH_CUT", "10").code(1);
-    assert_eq!((problems(&site, &[]), copied(&site, "vm-far")), (vec!["incomplete".into()], vec![false]));
+    assert!(told.contains("no copy has begun") && told.contains("an attempt failed on"), "{told}");
     // Without a job its user has seen that.
     site.dsync(["sync", "--rsh", "false", "vm", "far:/other.raw"]).code(1);
-    assert_eq!(problems(&site, &[]), ["incomplete"]);
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
 
     run().ok();
     assert_eq!((problems(&site, &[]), copied(&site, "vm-far")), (none(), vec![true]));
@@ -517,6 +515,194 @@ fn jobs_of_groups_and_of_other_hosts_are_judged_by_each_replica() {
     drop(server);
     site.dsync(["demote", "--group", "db"]).arg(&folder).ok();
     assert_eq!((problems(&site, &[]), copied(&site, "db-far")), (none(), vec![]));
+}
+
+/// Waits until a sync has told that it is under way.
+fn wait_for_work(site: &Site) {
+    dsync_tests::until("it is at work", || {
+        let metrics = site.dsync(["status", "--prometheus"]).ok().text();
+        let mut of_syncs = metrics.lines().filter(|line| line.starts_with("dsync_replica_work{"));
+        of_syncs.any(|line| line.ends_with("command=\"sync\"} 1"))
+    });
+}
+
+/// A job that fails each night is no less a problem because its replica is a whole copy.
+#[test]
+fn a_job_that_fails_is_reported_until_it_succeeds() {
+    let (site, mut random) = (Site::new(), Random::new("a job that fails"));
+    let images = ["a.raw", "b.raw"].map(|name| site.image(name, 4 * MIB));
+    let [a, b] = images.each_ref().map(|image| image.display().to_string());
+    let copy = site.path("copy.raw").display().to_string();
+    let written = |name: &str, lines: &[(&str, &str)]| {
+        job(&site, name, &[&[("command", "sync"), ("destination", copy.as_str())], lines].concat());
+    };
+    let told = || site.dsync(["status", "--check"]).output().text();
+    written("a", &[("source", &a)]);
+    site.dsync(["run", "a"]).ok();
+    assert_eq!(problems(&site, &[]), none());
+    // The replica is another source's, and that source is well.
+    site.sync(&images[1], &site.path("copy of b.raw"), &[]).ok();
+    written("b", &[("source", &b)]);
+    site.dsync(["run", "b"]).code(4);
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    assert!(
+        told().contains("an attempt failed on") && told().contains("a copy of another source"),
+        "{}",
+        told()
+    );
+    std::fs::remove_file(site.path("conf/b.conf")).expect("a job");
+    assert_eq!(problems(&site, &[]), none(), "a job that is gone is none");
+
+    // Broken by an edit: refused as it is read, and as it begins.
+    image::scribble(&images[0], 0, BLOCK, &mut random);
+    written("a", &[("source", &a), ("sauce", &a)]);
+    site.dsync(["run", "a"]).code(2);
+    assert_eq!(problems(&site, &[]), ["unreadable"]);
+    written("a", &[("source", &a), ("bwlimit", "08:00-18:00=pause,else=off")]);
+    assert_eq!(problems(&site, &[]), ["failing"], "it was refused before");
+    site.dsync(["run", "a"]).code(2);
+    assert_eq!(problems(&site, &[]), ["failing"]);
+    assert_eq!(problems(&site, &[&copy]), ["failing"]);
+    assert_eq!(problems(&site, &["b.raw"]), none());
+    assert!(
+        told().contains("an attempt of a (sync) failed on") && told().contains("only a mirror"),
+        "{}",
+        told()
+    );
+    // Nothing that was not tried ends it: a trial, an interrupt, or that something is in use.
+    written("a", &[("source", &a)]);
+    site.dsync(["run", "a", "-n"]).ok();
+    assert_eq!(problems(&site, &[]), ["failing"]);
+    image::random(&images[0], 4 * MIB, &mut random);
+    let mut slow = site.dsync(["run", "a", "--bwlimit", "256K"]).start();
+    wait_for_work(&site);
+    site.dsync(["run", "a"]).code(6);
+    assert_eq!(problems(&site, &[]), ["failing"]);
+    slow.signal(rustix::process::Signal::TERM);
+    assert_eq!(slow.output(Duration::from_secs(60)).status.code(), Some(130));
+    assert_eq!(problems(&site, &[]), ["failing"]);
+    site.dsync(["run", "a"]).ok();
+    assert_eq!(problems(&site, &[]), none());
+}
+
+#[test]
+fn a_job_that_is_killed_is_reported() {
+    let (site, mut random) = (Site::new(), Random::new("a job that is killed"));
+    let image = site.image("vm.raw", 4 * MIB);
+    let (source, copy) = (image.display().to_string(), site.path("copy.raw").display().to_string());
+    job(&site, "copy", &[("command", "sync"), ("source", &source), ("destination", &copy)]);
+    site.dsync(["run", "copy"]).ok();
+    image::random(&image, 4 * MIB, &mut random);
+    let start = || {
+        let slow = site.dsync(["run", "copy", "--bwlimit", "256K"]).start();
+        wait_for_work(&site);
+        slow
+    };
+    let slow = start();
+    assert_eq!(problems(&site, &[]), none());
+    slow.killed();
+    assert_eq!(problems(&site, &[]), ["failing"]);
+    let told = site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains("an attempt of copy (sync) was killed"), "{told}");
+    // The next attempt does not hide it, and is stopped in good order.
+    let mut slow = start();
+    slow.signal(rustix::process::Signal::INT);
+    slow.output(Duration::from_secs(60));
+    assert_eq!(problems(&site, &[]), ["failing"]);
+    site.dsync(["run", "copy"]).ok();
+    assert_eq!(problems(&site, &[]), none());
+
+    // A service that runs is well, whatever was before.
+    job(&site, "serve", &[("command", "serve"), ("source", &source)]);
+    let serve = || {
+        let mut server = site.dsync(["run", "serve", "--socket"]).arg(site.socket("served")).start();
+        server.wait_to_say("serving");
+        server
+    };
+    serve().killed();
+    assert_eq!(problems(&site, &["vm"]), ["failing"]);
+    let mut server = serve();
+    assert_eq!(problems(&site, &["vm"]), none());
+    server.signal(rustix::process::Signal::TERM);
+    server.output(Duration::from_secs(60));
+    assert_eq!(problems(&site, &["vm"]), none());
+}
+
+#[test]
+fn a_verification_of_a_job_is_judged_by_its_last_run() {
+    let scene = Scene::synced_in_memory("a verification of a job", 4 * MIB);
+    let (site, source) = (&scene.site, scene.image.display().to_string());
+    let replica = scene.replica.display().to_string();
+    job(site, "check", &[("command", "verify"), ("source", &source), ("destination", &replica)]);
+    let run = |options: &[&str]| site.dsync(["run", "check"]).args(options);
+    assert_eq!(problems(site, &[]), none());
+    run(&["--range", "1T:1M"]).code(4);
+    assert_eq!(problems(site, &[]), ["failing"]);
+    // What it finds is a problem of the replica, and is told once.
+    scribble(&scene, &scene.replica);
+    run(&[]).code(5);
+    assert_eq!(problems(site, &["vm"]), ["differs"]);
+    site.dsync(["verify", "--repair", "vm", &replica]).ok();
+    assert_eq!(problems(site, &[]), none());
+}
+
+/// What cannot be run is not passed over.
+#[test]
+fn jobs_that_cannot_be_read_are_reported() {
+    let site = Site::new();
+    let image = site.image("vm.raw", MIB);
+    site.sync(&image, &site.path("copy.raw"), &[]).ok();
+    let lines = [("command", "sync"), ("source", "vm"), ("destination", "/nowhere.raw")];
+    job(&site, "vm@far", &lines);
+    assert_eq!(problems(&site, &[]), ["unreadable"]);
+    std::fs::rename(site.path("conf/vm@far.conf"), site.path("conf/.vm.conf")).expect("another name");
+    assert_eq!(problems(&site, &[]), none(), "it is hidden");
+    // Its state directory is read where the rest is wrong.
+    let elsewhere = site.path("elsewhere").display().to_string();
+    job(&site, "wrong", &[("state-dir", &elsewhere), ("sauce", "vm")]);
+    assert_eq!(problems(&site, &[]), none());
+    assert_eq!(problems(&site, &["--state-dir", &elsewhere]), ["unreadable"]);
+    std::fs::remove_dir_all(site.path("conf")).expect("a folder");
+    std::fs::write(site.path("conf"), "no folder").expect("a file");
+    assert_eq!(problems(&site, &[]), ["unreadable"]);
+}
+
+/// A replica of another host's disk may be called as the source of a job is.
+#[test]
+fn a_job_is_judged_although_a_replica_here_has_the_name_of_its_source() {
+    let (scene, far) = (Scene::in_memory("the name of a source", MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    assert_eq!(problems(&far.site, &[]), none());
+    job(&far.site, "vm-away", &[("command", "sync"), ("source", "vm"), ("destination", "away:/vm.raw")]);
+    assert_eq!(problems(&far.site, &[]), ["never-copied"]);
+}
+
+/// What fails for want of room in the state directory is told all the same.
+#[test]
+fn a_full_state_directory_hides_no_failure() {
+    let what = "a full state directory";
+    let site = Site::new();
+    if !need_root(what) {
+        return;
+    }
+    std::fs::create_dir_all(site.state()).expect("a folder");
+    let Some(_mounted) = small(&site.state(), "1m", what) else { return };
+    let image = site.image("vm.raw", MIB);
+    let (source, copy) = (image.display().to_string(), site.path("copies/vm.raw").display().to_string());
+    std::fs::create_dir(site.path("copies")).expect("a folder");
+    job(&site, "copy", &[("command", "sync"), ("source", &source), ("destination", &copy)]);
+    site.dsync(["run", "copy"]).ok();
+    assert_eq!(problems(&site, &[]), none());
+    let fill = site.state().join("fill");
+    std::fs::write(&fill, vec![1; 2 << 20]).expect_err("no room");
+    std::fs::rename(site.path("copies"), site.path("away")).expect("another name");
+    site.dsync(["run", "copy"]).output();
+    assert_eq!(problems(&site, &[]), ["missing", "state-full"], "it is told once");
+    std::fs::remove_file(&fill).expect("room");
+    std::fs::rename(site.path("away"), site.path("copies")).expect("its name");
+    assert_eq!(problems(&site, &[]), ["failing"]);
+    site.dsync(["run", "copy"]).ok();
+    assert_eq!(problems(&site, &[]), none());
 }
 
 /// What could not take over in an emergency is said before it.
@@ -617,9 +803,19 @@ fn a_replica_that_is_fetched_no_more_is_reported_by_its_own_host() {
     let told = far.site.dsync(["status", "--check"]).code(1).text();
     assert!(told.contains("none was ever complete") && told.contains("a copy of another source"), "{told}");
     fetch(&image);
-    assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (none(), vec![true]));
+    assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (vec!["failing".into()], vec![true]));
+    run().ok();
+    assert_eq!(problems(&far.site, &[]), none());
+    // Another job fetches another source to it, and has never run.
+    let source = format!("near:{}", other.display());
+    job(&far.site, "other", &[("command", "sync"), ("source", &source), ("destination", &copy)]);
+    assert_eq!(
+        (problems(&far.site, &[]), copied(&far.site, "other")),
+        (vec!["never-copied".into()], vec![false])
+    );
+    std::fs::remove_file(far.site.path("conf/other.conf")).expect("a job");
     // One that was fetched by hand has no record.
-    std::fs::remove_dir_all(far.site.state().join("fetches")).expect("the records");
+    std::fs::remove_dir_all(far.site.state().join("jobs")).expect("the records");
     run().env("RSH_CUT", "10").code(1);
     assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (vec!["failing".into()], vec![true]));
 }

@@ -161,7 +161,7 @@ pub(crate) fn bookmark(
     if let Some(work) = work {
         bail!(Failure::busy(format!(
             "a {} to {name} is under way (process {}): stop it first",
-            work.what, work.process
+            work.what, work.mark.process
         )));
     }
     if is_remembered && !source::is_plain(name) {

@@ -13,6 +13,7 @@ use sync::SyncError;
 
 use crate::args;
 use crate::failure;
+use crate::jobs::attempt;
 use crate::jobs::service::{self, Manager};
 use crate::jobs::steering::Steering;
 use crate::output::Output;
@@ -76,6 +77,7 @@ impl Mirroring {
                     stop.store(true, SeqCst);
                     manager.stopping();
                 } else {
+                    attempt::end(failure::INTERRUPTED, "interrupted");
                     eprintln!();
                     let replica =
                         if begun { "the replica is at its last batch" } else { "data copied so far is kept" };

@@ -27,6 +27,8 @@ pub(crate) struct Running {
     name: String,
     /// The options that replace those of the file.
     given: Vec<OsString>,
+    /// The state directory that was given before its name.
+    state: Option<PathBuf>,
 }
 
 static RUNNING: OnceLock<Running> = OnceLock::new();
@@ -47,9 +49,19 @@ impl Running {
     /// # Errors
     /// Bad usage, with the file and the line.
     pub(crate) fn read_again(&self) -> Result<Cli> {
-        let job = JobFile::read(&self.folder, &self.name)?;
-        Ok(Cli::try_parse_from(job.words(&self.given)?)
-            .map_err(|error| job.bad_value(&error, &self.given))?)
+        command_of(&self.folder, &self.name, &self.given)
+    }
+
+    /// True for a job that `dsync status --check` looks at: of the usual folder, with a file there.
+    pub(crate) fn is_of_this_host(&self) -> bool {
+        let whole = |folder: &Path| std::fs::canonicalize(folder).ok();
+        let is_usual = whole(&self.folder) == whole(&usual_folder());
+        is_usual && is_plain(&self.name) && file_of(&self.folder, &self.name).exists()
+    }
+
+    /// The state directory that it names, also where the rest of its file cannot be read.
+    pub(crate) fn state_dir(&self) -> Option<PathBuf> {
+        self.state.clone().or_else(|| named_state(&self.folder, &self.name))
     }
 }
 
@@ -72,22 +84,21 @@ pub(crate) fn at_line(key: &str, error: Failure) -> Failure {
 /// Bad usage, with the file and the line.
 pub(crate) fn resolve(cli: Cli) -> Result<Option<Cli>> {
     let args::Command::Run(run) = &cli.command else { return Ok(Some(cli)) };
-    let name = job_name(&folder(run), &run.job);
-    let job = JobFile::read(&folder(run), &name)?;
+    let (folder, state) = (folder(run), cli.state_dir.clone());
+    let name = job_name(&folder, &run.job);
     let mut given = globals(&cli);
     // Behind the first option of the command, clap leaves it where it is.
     let print = |word: &OsString| word == "--print";
     given.extend(run.options.iter().filter(|word| !print(word)).cloned());
-    let words = job.words(&given)?;
     if run.print || run.options.iter().any(print) {
+        let words = JobFile::read(&folder, &name)?.words(&given)?;
         let words: Vec<String> = words.iter().map(|word| shell_word(&word.to_string_lossy())).collect();
         // A closed pipe is not an error.
         let _ = writeln!(std::io::stdout(), "{}", words.join(" "));
         return Ok(None);
     }
-    let resolved = Cli::try_parse_from(&words).map_err(|error| job.bad_value(&error, &given))?;
-    let _ = RUNNING.set(Running { folder: folder(run), name, given });
-    Ok(Some(resolved))
+    let running = RUNNING.get_or_init(|| Running { folder, name, given, state });
+    command_of(&running.folder, &running.name, &running.given).map(Some)
 }
 
 /// The name of a job, which may be given as that of its file.
@@ -115,18 +126,47 @@ pub(crate) fn usual_folder() -> PathBuf {
     named_folder().unwrap_or_else(|| FOLDER.into())
 }
 
-/// The jobs in a folder by their names, each with the command line for which it stands, or what is wrong with it.
-pub(crate) fn all(folder: &Path) -> Vec<(String, Result<Cli>)> {
-    let read = |name: &str| {
-        let job = JobFile::read(folder, name)?;
-        Ok(Cli::try_parse_from(job.words(&[])?).map_err(|error| job.bad_value(&error, &[]))?)
+/// The command line for which a job stands, with the options that are given in place of those of its file.
+fn command_of(folder: &Path, name: &str, given: &[OsString]) -> Result<Cli> {
+    let job = JobFile::read(folder, name)?;
+    Ok(Cli::try_parse_from(job.words(given)?).map_err(|error| job.bad_value(&error, given))?)
+}
+
+/// A job of a folder.
+pub(crate) struct NamedJob {
+    pub name: String,
+    /// The command line for which it stands, or why it is refused.
+    pub cli: Result<Cli>,
+    /// The state directory that it names.
+    pub state: Option<PathBuf>,
+}
+
+/// The jobs in a folder by their names. What is hidden is none.
+///
+/// # Errors
+/// If the folder is there and cannot be read.
+pub(crate) fn all(folder: &Path) -> Result<Vec<NamedJob>> {
+    if let Err(error) = std::fs::read_dir(folder).map(drop) {
+        let is_there = error.kind() != std::io::ErrorKind::NotFound;
+        return if is_there { Err(error).context("cannot read the jobs") } else { Ok(Vec::new()) };
+    }
+    let of = |name: String| {
+        let (cli, state) = (command_of(folder, &name, &[]), named_state(folder, &name));
+        NamedJob { name, cli, state }
     };
-    let jobs = known(folder).into_iter().filter(|name| is_plain(name));
-    jobs.map(|name| {
-        let cli = read(&name);
-        (name, cli)
-    })
-    .collect()
+    Ok(known(folder).into_iter().filter(|name| !name.starts_with('.')).map(of).collect())
+}
+
+/// The state directory that the file of a job names, whatever else is in it.
+fn named_state(folder: &Path, name: &str) -> Option<PathBuf> {
+    let text = std::fs::read_to_string(file_of(folder, name)).ok()?;
+    let named = text.lines().filter_map(|line| line.split_once('='));
+    let mut named = named.filter(|(key, _)| key.trim().eq_ignore_ascii_case("state-dir"));
+    named.next().map(|(_, value)| plain_value(value).into())
+}
+
+fn file_of(folder: &Path, name: &str) -> PathBuf {
+    folder.join(format!("{name}.conf"))
 }
 
 /// True for the name of a job.
@@ -202,7 +242,7 @@ impl JobFile {
             ))
             .into());
         }
-        let path = folder.join(format!("{name}.conf"));
+        let path = file_of(folder, name);
         let text = match own(folder, &path) {
             Ok(bytes) => String::from_utf8(bytes)
                 .map_err(|_| Failure::usage(format!("{}: not text in UTF-8", path.display())))?,
@@ -470,7 +510,7 @@ fn plain_value(text: &str) -> &str {
 pub(crate) fn known(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
-        .filter_map(|entry| Some(entry.file_name().to_str()?.strip_suffix(".conf")?.to_owned()))
+        .filter_map(|entry| Some(entry.file_name().to_string_lossy().strip_suffix(".conf")?.to_owned()))
         .collect();
     names.sort();
     names

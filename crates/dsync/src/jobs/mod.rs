@@ -1,5 +1,6 @@
 //! Job files, and what they say of a run.
 
+pub(crate) mod attempt;
 pub(crate) mod hook;
 pub(crate) mod job;
 pub(crate) mod named_job;

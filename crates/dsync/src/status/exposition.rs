@@ -28,6 +28,7 @@ pub(crate) enum Metric {
     LocalUnsure,
     LocalAhead,
     JobCopied,
+    JobFailing,
     Errors,
 }
 
@@ -135,6 +136,11 @@ impl Metric {
                 GAUGE,
                 "1 if a copy that a job of this host is to make was complete once, 0 if it never was.",
             ),
+            Metric::JobFailing => (
+                "dsync_job_failing",
+                GAUGE,
+                "1 if a job of this host failed or was killed, and has not succeeded since.",
+            ),
             Metric::Errors => (
                 "dsync_status_errors",
                 GAUGE,
@@ -180,7 +186,7 @@ mod tests {
     use super::*;
 
     /// All metrics, in their order.
-    const ALL: [Metric; 23] = [
+    const ALL: [Metric; 24] = [
         Metric::SourceEpoch,
         Metric::SourceTracking,
         Metric::SourceTerm,
@@ -203,6 +209,7 @@ mod tests {
         Metric::LocalUnsure,
         Metric::LocalAhead,
         Metric::JobCopied,
+        Metric::JobFailing,
         Metric::Errors,
     ];
 

@@ -1,4 +1,4 @@
-//! The copies that the jobs of this host are to make, for monitors. One that never began leaves no trace but its job: the unit was not
+//! What the jobs of this host are to do, and did last, for monitors. A copy that never began leaves no trace but its job: the unit was not
 //! started, or failed from its first second on.
 
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use replica::KnownReplica;
-use source::{LastFailure, StateDir, Tally};
+use source::{Bookmarks, FetchedCopy, JobEnd, JobRecord, StateDir};
 use sync::Site;
 
 use crate::args::{Cli, Command};
@@ -39,48 +39,63 @@ pub(crate) struct JobCopy {
     pub rpo: Option<Duration>,
     /// The source was a replica before: what was copied from it in an earlier term, it does not know.
     pub took_over: bool,
-    /// The folder of the source.
-    place: Option<PathBuf>,
+    /// The failure of its job that stands.
+    pub failed: Option<JobEnd>,
+}
+
+/// A job of this host, and how its last attempts went.
+#[derive(Debug)]
+pub(crate) struct JudgedJob {
+    pub job: String,
+    pub command: &'static str,
+    /// The failure that stands.
+    pub failed: Option<JobEnd>,
+    /// The sources and the replicas that it is about, as problems name them.
+    pub subjects: Vec<(PathBuf, Option<String>)>,
+}
+
+/// The jobs of this host.
+#[derive(Debug, Default)]
+pub(crate) struct Jobs {
+    pub copies: Vec<JobCopy>,
+    /// Those that are judged: not one that waits until its source is one again.
+    pub judged: Vec<JudgedJob>,
+    /// What is wrong with those that cannot be run.
+    pub errors: Vec<anyhow::Error>,
 }
 
 /// A copy that this host fetches from another one, which alone knows how old it is otherwise.
 #[derive(Debug)]
 pub(crate) struct Fetch {
-    /// Names the copy: its source, as the job calls it, and the replica.
-    name: String,
     /// When the last one came to its end, in seconds since 1970.
     pub time: Option<u64>,
-    /// The last attempt failed.
-    pub failed: Option<LastFailure>,
 }
 
 impl Fetch {
-    fn name(source: &str, replica: &str) -> String {
-        format!("{source} {replica}")
-    }
-
     /// How fetching went from the source that the job names now, which is not known to be the one of before, and whether that copy was
     /// ever complete.
-    fn of(source: &str, replica: &str, here: Option<&KnownReplica>, state: &StateDir) -> (Fetch, bool) {
-        let name = Fetch::name(source, replica);
-        let Tally { syncs, failed, fetched, .. } = Tally::read(&state.fetches_folder(), &name);
+    fn of(
+        (source, replica): (&str, &str),
+        here: Option<&KnownReplica>,
+        record: Option<&JobRecord>,
+        state: &StateDir,
+    ) -> (Fetch, bool) {
         let has_epoch = here.and_then(|here| here.lineage.as_ref()?.epoch).is_some();
+        let is_of = |record: &JobRecord| record.fetched.as_ref()?.is_of(source, replica);
         // One that was made by hand, of which there is no record, is only judged by itself and by the job's last run. It
         // is another source's if a record says that the replica was fetched from that.
-        let of_replica = format!(" {replica}");
-        let is_recorded = |tally: &Tally| tally.syncs > 0 && tally.replica.ends_with(&of_replica);
-        let is_of_another = || Tally::all(&state.fetches_folder()).iter().any(is_recorded);
-        let made = has_epoch && (syncs > 0 || failed.is_none() || !is_of_another());
+        let all: Vec<bool> = JobRecord::all(&state.jobs_folder()).iter().filter_map(is_of).collect();
+        let made = has_epoch && (all.contains(&true) || all.is_empty());
         let committed = here.and_then(|here| here.written).map(|nanoseconds| nanoseconds / 1_000_000_000);
-        let failed =
-            failed.filter(|failed| syncs == 0 || fetched.is_none_or(|fetched| failed.time >= fetched));
-        (Fetch { name, time: fetched.max(committed.filter(|_| made)), failed }, made)
+        let own = record.filter(|record| is_of(record) == Some(true));
+        let own = own.and_then(|record| record.fetched.as_ref()).map(|fetched| fetched.time);
+        (Fetch { time: own.max(committed.filter(|_| made)) }, made)
     }
 }
 
 /// What is known of sources and replicas.
 pub(crate) struct Known<'a> {
-    pub sources: &'a [SourceStatus],
+    pub sources: Vec<&'a SourceStatus>,
     /// All replicas of this host.
     pub replicas: &'a [KnownReplica],
     /// There may be other sources: one was asked for.
@@ -88,14 +103,18 @@ pub(crate) struct Known<'a> {
 }
 
 impl Known<'_> {
-    /// True if this, which may be called by the name of its export, is a replica here.
-    fn is_replica(&self, named: &str) -> bool {
+    /// True if this, which may be called by the name of its export, is a replica here that was a source once: its lineage says that it was
+    /// demoted, or that there was a promotion since.
+    fn was_source(&self, named: &str) -> bool {
         let path = local::path_of(named).ok();
         let is_it = |replica: &&KnownReplica| {
             Some(&replica.path) == path.as_ref() || source::export_name(&replica.path) == named
         };
         let mut replicas = self.replicas.iter().filter(is_it);
-        replicas.any(|replica| replica.lineage.as_ref().is_some_and(|lineage| lineage.source.is_some()))
+        let was = |lineage: &replica::Lineage| {
+            lineage.source.is_some() && (lineage.role.demoted.is_some() || lineage.role.term > 1)
+        };
+        replicas.any(|replica| replica.lineage.as_ref().is_some_and(was))
     }
 
     /// True if the sources of this group were demoted: its job waits for the day on which they are sources again.
@@ -103,7 +122,7 @@ impl Known<'_> {
         let endings = state.endings()?;
         let mut paths =
             endings.iter().filter(|ended| ended.group == group).flat_map(|ended| ended.members.keys());
-        Ok(paths.any(|path| self.is_replica(&path.to_string_lossy())))
+        Ok(paths.any(|path| self.was_source(&path.to_string_lossy())))
     }
 }
 
@@ -152,31 +171,82 @@ impl<'a> Aim<'a> {
     }
 }
 
-/// The copies that the jobs of this host are to make with this state directory, and what is wrong with jobs that cannot be run.
+/// The jobs of this host that have this state directory.
 ///
 /// With `what`, those alone that are about this source, or this replica on this host.
-pub(crate) fn all(
-    known: &Known<'_>,
-    state: &StateDir,
-    what: Option<&str>,
-) -> (Vec<JobCopy>, Vec<anyhow::Error>) {
-    let (mut copies, mut errors) = (Vec::new(), Vec::new());
-    let folder = job::usual_folder();
-    for (name, cli) in job::all(&folder) {
-        let own = cli.as_ref().ok().and_then(|cli| cli.state_dir.as_deref());
-        if !same(&state_of(own), state.path()) {
-            continue;
-        }
-        match cli.and_then(|cli| of_job(&name, &cli, known, state)) {
-            Ok(mine) => copies.extend(mine),
-            Err(error) => errors.push(error.context(format!("cannot run job {name}"))),
+pub(crate) fn all(known: &Known<'_>, state: &StateDir, what: Option<&str>) -> Jobs {
+    let mut found = Jobs::default();
+    let is_here = |named: Option<&Path>| same(&state_of(named), state.path());
+    let jobs = job::all(&job::usual_folder()).unwrap_or_else(|error| {
+        found.errors.extend(is_here(None).then_some(error));
+        Vec::new()
+    });
+    for job in jobs.into_iter().filter(|job| is_here(job.state.as_deref())) {
+        let name = job.name;
+        if let Err(error) = job.cli.and_then(|cli| found.add(&name, &cli, known, state)) {
+            found.errors.push(error.context(format!("cannot run job {name}")));
         }
     }
     if let Some(what) = what {
-        let is_here = |copy: &JobCopy| copy.replica.starts_with('/') && is_meant(&copy.replica, what);
-        copies.retain(|copy| is_meant(&copy.source, what) || is_here(copy));
+        let is_here = |replica: &str| replica.starts_with('/') && is_meant(replica, what);
+        found.copies.retain(|copy| is_meant(&copy.source, what) || is_here(&copy.replica));
+        // Also by the name of its export.
+        let path = state.source(what).ok().flatten().map(|(_, about)| about.path);
+        found.judged.retain(|job| {
+            let is_its = |(source, replica): &(PathBuf, Option<String>)| {
+                is_meant(&source.to_string_lossy(), what)
+                    || path.as_ref() == Some(source)
+                    || replica.as_deref().is_some_and(is_here)
+            };
+            job.subjects.iter().any(is_its)
+        });
     }
-    (copies, errors)
+    found
+}
+
+impl Jobs {
+    /// Adds what a job is to do, and how it failed.
+    fn add(&mut self, name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<()> {
+        let record = JobRecord::read(&state.jobs_folder(), name);
+        let mut copies = of_job(name, cli, known, record.as_ref(), state)?;
+        let (command, is_service, mut subjects) = subjects(cli, state)?;
+        let failed = record.filter(|record| !(is_service && record.is_running()));
+        let failed = failed.and_then(|record| record.standing());
+        copies.iter_mut().for_each(|copy| copy.failed = failed.clone());
+        if Aim::of(cli).is_none() || !copies.is_empty() {
+            let copied = copies.iter().map(|copy| (copy.source.clone().into(), Some(copy.replica.clone())));
+            subjects.extend(copied);
+            self.judged.push(JudgedJob { job: name.to_owned(), command, failed, subjects });
+        }
+        self.copies.extend(copies);
+        Ok(())
+    }
+}
+
+/// The command of a job, whether it is a service, and what it is about beside copies that it makes.
+#[allow(clippy::type_complexity)]
+fn subjects(cli: &Cli, state: &StateDir) -> Result<(&'static str, bool, Vec<(PathBuf, Option<String>)>)> {
+    let path = |named: &str| match state.source(named) {
+        Ok(Some((_, about))) => about.path,
+        _ => local::path_of(named).unwrap_or_else(|_| named.into()),
+    };
+    Ok(match &cli.command {
+        Command::Sync(_) => ("sync", false, Vec::new()),
+        Command::Mirror(_) => ("mirror", true, Vec::new()),
+        Command::Verify(args) if MachineWord::read(&args.source).is_none() => {
+            let ends = Ends::parse(&args.source, &args.destination)?;
+            let replica = remembered(&ends.destination)?;
+            ("verify", false, vec![(path(&args.source), Some(replica))])
+        }
+        Command::Verify(_) => ("verify", false, Vec::new()),
+        Command::Serve(args) => {
+            let images = args.images.iter().map(|image| (path(&image.to_string_lossy()), None));
+            ("serve", true, images.collect())
+        }
+        Command::Receive(_) => ("receive", true, Vec::new()),
+        Command::Send(_) => ("send", true, Vec::new()),
+        _ => ("rehearse", false, Vec::new()),
+    })
 }
 
 /// Where a job keeps its state. A folder of jobs that is named has the state directory that is named with it.
@@ -195,7 +265,13 @@ fn is_meant(name: &str, what: &str) -> bool {
 }
 
 /// The copies that one job is to make.
-fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<Vec<JobCopy>> {
+fn of_job(
+    name: &str,
+    cli: &Cli,
+    known: &Known<'_>,
+    record: Option<&JobRecord>,
+    state: &StateDir,
+) -> Result<Vec<JobCopy>> {
     let Some(aim) = Aim::of(cli) else { return Ok(Vec::new()) };
     let copy = |source: &str, replica: &str| JobCopy {
         job: name.to_owned(),
@@ -207,12 +283,13 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
         fetch: None,
         rpo: aim.rpo,
         took_over: false,
-        place: None,
+        failed: None,
     };
     if aim.is_group {
         let folder = Location::folder(aim.destination)?;
-        let is_member =
-            |source: &&SourceStatus| source.group.as_ref().is_some_and(|group| aim.is_of(&group.name, state));
+        let is_member = |source: &&&SourceStatus| {
+            source.group.as_ref().is_some_and(|group| aim.is_of(&group.name, state))
+        };
         let mut copies = Vec::new();
         for member in known.sources.iter().filter(is_member) {
             let path = member.path.display().to_string();
@@ -234,9 +311,10 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
     if ends.source.host.is_some() {
         // The replica is on this host, and knows itself how it is.
         let here = known.replicas.iter().find(|here| here.path == Path::new(&replica));
-        let (fetch, made) = Fetch::of(aim.source, &replica, here, state);
+        let (fetch, made) = Fetch::of((aim.source, &replica), here, record, state);
         // It is another source's otherwise.
-        let begun = here.is_some() && (made || fetch.failed.is_none());
+        let begun =
+            here.is_some_and(|here| made || here.lineage.as_ref().is_none_or(|of| of.epoch.is_none()));
         return Ok(vec![JobCopy { made, begun, fetch: Some(fetch), ..copy }]);
     }
     Ok(of_source(copy, aim.source, known, state).into_iter().collect())
@@ -255,45 +333,23 @@ pub(crate) fn remembered(replica: &Location) -> Result<String> {
 /// is a replica now, so that the job waits for the day on which it is the source again.
 fn of_source(copy: JobCopy, named: &str, known: &Known<'_>, state: &StateDir) -> Option<JobCopy> {
     let Ok(Some((place, about))) = state.source(named) else {
-        return (!known.is_replica(named)).then_some(copy);
+        return (!known.was_source(named)).then_some(copy);
     };
     let source =
         known.sources.iter().find(|source| source.uuid == about.uuid && source.path == about.path)?;
-    let made = source.replicas.iter().any(|replica| replica.replica == copy.replica);
-    let begun = source.first_copies.iter().any(|tally| tally.replica == copy.replica);
+    // It may have been copied to by another name of the same replica.
+    let bookmarks = device::Dir::existing(&place).ok().and_then(|folder| Bookmarks::read(&folder).ok());
+    let known = bookmarks.as_ref().and_then(|known| known.named(&copy.replica)).map(|(name, _)| name);
+    let replica = known.unwrap_or(&copy.replica).clone();
+    let made = source.replicas.iter().any(|known| known.replica == replica);
+    let begun = source.first_copies.iter().any(|tally| tally.replica == replica);
     let (path, took_over) = (about.path.display().to_string(), source.term > 1);
-    Some(JobCopy { source: path, made, begun, took_over, place: Some(place), ..copy })
+    Some(JobCopy { source: path, replica, made, begun, took_over, ..copy })
 }
 
-/// Keeps why the job that this process runs has failed, of copies that never began: there is nothing else that would show it.
-pub(crate) fn record(message: &str, state: &StateDir) -> Result<()> {
-    let Some(job) = job::running() else { return Ok(()) };
-    let message = &message.replace('\n', " ");
-    let cli = job.read_again()?;
-    let sources = state.survey()?.sources.into_iter();
-    let sources: Vec<SourceStatus> =
-        sources.filter_map(|(place, about)| Some(SourceStatus::read(&place, about).ok()?.0)).collect();
-    let known = Known { sources: &sources, replicas: &sync::known_replicas(state).all()?, is_part: false };
-    let copies = of_job(job.name(), &cli, &known, state)?;
-    for fetch in copies.iter().filter_map(|copy| copy.fetch.as_ref()) {
-        Tally::fetch(&state.fetches_folder(), &fetch.name, Err(message));
-    }
-    for copy in copies.iter().filter(|copy| !copy.made && !copy.begun) {
-        copy.place.iter().for_each(|place| Tally::fail_first(place, &copy.replica, message));
-    }
-    Ok(())
-}
-
-/// Keeps that the job that this process runs has fetched a replica.
-pub(crate) fn succeeded(cli: &Cli, state: &StateDir) -> Result<()> {
-    let (Some(_), Some(aim)) = (job::running(), Aim::of(cli)) else { return Ok(()) };
-    if aim.is_group {
-        return Ok(());
-    }
-    let ends = Ends::parse(aim.source, aim.destination)?;
-    if ends.source.host.is_some() {
-        let name = Fetch::name(aim.source, &remembered(&ends.destination)?);
-        Tally::fetch(&state.fetches_folder(), &name, Ok(()));
-    }
-    Ok(())
+/// What a job has fetched from another host, if this is such a one.
+pub(crate) fn fetched(cli: &Cli) -> Option<FetchedCopy> {
+    let aim = Aim::of(cli).filter(|aim| !aim.is_group)?;
+    let ends = Ends::parse(aim.source, aim.destination).ok().filter(|ends| ends.source.host.is_some())?;
+    Some(FetchedCopy::now(aim.source, &remembered(&ends.destination).ok()?))
 }

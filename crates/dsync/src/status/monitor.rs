@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result, bail};
 use replica::KnownReplica;
 use serde::Serialize;
-use source::{LastVerify, SourceMetadata, StateDir, Tally};
+use source::{JobEnd, LastVerify, SourceMetadata, StateDir, Tally};
 
 use crate::args;
 use crate::failure;
@@ -17,7 +17,7 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::status::exposition::{Exposition, Metric};
 use crate::status::job_copies;
-use crate::status::job_copies::{Fetch, JobCopy, Known};
+use crate::status::job_copies::{Fetch, JobCopy, Jobs, JudgedJob, Known};
 use crate::status::local::{LocalReplica, ROLES, STATES, made_elsewhere, path_of};
 use crate::status::membership::{self, DividedGroup};
 use crate::status::{Lacking, SourceStatus, first_copy, is_forgotten, missing, unreadable};
@@ -35,10 +35,14 @@ pub(crate) struct Inventory {
     follow: BTreeMap<PathBuf, uuid::Uuid>,
     /// What the jobs of this host are to copy.
     pub copies: Vec<JobCopy>,
+    /// The jobs that are judged.
+    jobs: Vec<JudgedJob>,
     /// Replicas that are sources with another state directory, and that.
     pub elsewhere: Vec<(PathBuf, PathBuf)>,
     /// Groups that could not be promoted as they are.
     apart: Vec<DividedGroup>,
+    /// Why nothing more can be written down.
+    full: Option<String>,
     /// Sources whose state could not be read, and jobs that cannot be run.
     pub errors: Vec<anyhow::Error>,
 }
@@ -46,7 +50,7 @@ pub(crate) struct Inventory {
 impl Inventory {
     /// Everything; or the source or the replica that is meant.
     pub(crate) fn read(what: Option<&str>, state: &StateDir) -> Result<Inventory> {
-        let mut found = Inventory::default();
+        let mut found = Inventory { full: full(state), ..Inventory::default() };
         let replicas = || sync::known_replicas(state).all().context("cannot read the list of replicas");
         let Some(what) = what else {
             let survey = state.survey()?;
@@ -71,12 +75,15 @@ impl Inventory {
         let source = state.source(what)?;
         let is_source = source.is_some();
         source.into_iter().for_each(|(place, about)| found.read_source(&place, about));
+        let is_other = |replica: &KnownReplica| replica.is_source() && is_source;
+        let mut here = all.iter().filter(|replica| replica.path == path);
+        if !is_source || here.any(|replica| !is_other(replica) && made_elsewhere(replica, state).is_none()) {
+            found.read_origins(&path, state)?;
+        }
+        // What the sources of a replica know of it is known by now.
         found.read_jobs(&all, state, Some(what));
         found.replicas = all.into_iter().filter(|replica| replica.path == path).collect();
         found.drop_promoted(state);
-        if !is_source || !found.replicas.is_empty() {
-            found.read_origins(&path, state)?;
-        }
         let nothing = found.replicas.is_empty() && found.copies.is_empty() && found.elsewhere.is_empty();
         if !is_source && nothing && found.origins.is_empty() {
             bail!(Failure::usage(format!(
@@ -113,6 +120,8 @@ impl Inventory {
         let (sources, machine) = (&self.sources, format!("vm:{name}"));
         let is_its = |copy: &JobCopy| sources.iter().any(|source| source.path == Path::new(&copy.source));
         self.copies.retain(|copy| copy.source == machine || is_its(copy));
+        let copies = &self.copies;
+        self.jobs.retain(|job| copies.iter().any(|copy| copy.job == job.job));
         match members {
             Err(unknown) if self.copies.is_empty() => Err(unknown),
             _ => Ok(()),
@@ -142,9 +151,10 @@ impl Inventory {
 
     /// Reads what jobs are to copy; with `what`, that source or that replica alone.
     fn read_jobs(&mut self, replicas: &[KnownReplica], state: &StateDir, what: Option<&str>) {
-        let known = Known { sources: &self.sources, replicas, is_part: what.is_some() };
-        let (copies, errors) = job_copies::all(&known, state, what);
-        self.copies = copies;
+        let sources = self.sources.iter().chain(&self.origins).collect();
+        let known = Known { sources, replicas, is_part: what.is_some() };
+        let Jobs { copies, judged, errors } = job_copies::all(&known, state, what);
+        (self.copies, self.jobs) = (copies, judged);
         if what.is_none() {
             self.errors.extend(errors);
         }
@@ -209,6 +219,7 @@ pub(crate) fn check(args: &args::StatusArgs, state: &StateDir, output: &Output) 
 pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec<Problem>> {
     let mut problems: Vec<Problem> =
         found.errors.iter().map(|error| Problem::of("unreadable", failure::text(error))).collect();
+    problems.extend(found.full.iter().map(|message| Problem::of("state-full", message.clone())));
     for source in &found.sources {
         problems.extend(of_source(source));
         problems.extend(of_clone(source));
@@ -239,7 +250,30 @@ pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec
     let mirrors = made.filter_map(|copy| of_mirror(copy, &found.sources));
     let is_new = |mirror: &Problem| problems.iter().all(|other| other.replica != mirror.replica);
     problems.extend(mirrors.filter(is_new).collect::<Vec<_>>());
+    let is_told = |job: &&JudgedJob| problems.iter().any(|problem| problem.is_of(job));
+    problems.extend(found.jobs.iter().filter(|job| !is_told(job)).filter_map(of_job).collect::<Vec<_>>());
     Ok(problems)
+}
+
+/// Bytes of a file system that are as good as none: what is written down takes some pages.
+const NO_ROOM: u64 = 64 << 10;
+
+/// Why nothing more can be written down in the state directory: what fails then may leave no trace.
+fn full(state: &StateDir) -> Option<String> {
+    let found = rustix::fs::statvfs(state.path()).ok()?;
+    // What is reserved is for root.
+    let blocks = if rustix::process::geteuid().is_root() { found.f_bfree } else { found.f_bavail };
+    let free = blocks.saturating_mul(found.f_frsize);
+    let what = match free < NO_ROOM {
+        true => format!("{} are free", units::size(free)),
+        // Some file systems have no number of them.
+        false if found.f_files > 0 && found.f_favail == 0 => "no inode is free".to_owned(),
+        false => return None,
+    };
+    Some(format!(
+        "state directory is full: {what} on the file system of {}, so syncs fail, and what they report may not be kept: free some space there",
+        state.path().display()
+    ))
 }
 
 /// What is wrong with the replicas of a source, as that knows them.
@@ -254,7 +288,11 @@ fn of_replicas(source: &SourceStatus, found: &Inventory, max_age: Option<Duratio
         problems.extend(of_failing(source, replica).filter(|_| !says));
     }
     // One on this host is judged by its own state.
-    let elsewhere = |name: &str| found.replicas.iter().all(|local| local.path != Path::new(name));
+    let is_own = |local: &KnownReplica| {
+        local.lineage.as_ref().and_then(|lineage| lineage.source).is_none_or(|of| of == source.uuid)
+    };
+    let elsewhere =
+        |name: &str| !found.replicas.iter().any(|local| local.path == Path::new(name) && is_own(local));
     let stopped = |tally: &&Tally| !is_under_way(tally) && elsewhere(&tally.replica);
     let begun = source.first_copies.iter().filter(stopped);
     problems.extend(begun.map(|tally| of_first_copy(source, tally)));
@@ -276,6 +314,14 @@ fn nothing_known(state: &StateDir) -> String {
 impl Problem {
     fn of(problem: &'static str, message: String) -> Problem {
         Problem { kind: "problem", problem, source: None, replica: None, message }
+    }
+
+    /// True if it is of the source or the replica of this job.
+    fn is_of(&self, job: &JudgedJob) -> bool {
+        job.subjects.iter().any(|(source, replica)| match &self.replica {
+            Some(_) => self.replica == *replica && self.source.as_ref().is_none_or(|of| of == source),
+            None => self.source.as_ref() == Some(source),
+        })
     }
 }
 
@@ -420,7 +466,7 @@ fn of_mirror(copy: &JobCopy, sources: &[SourceStatus]) -> Option<Problem> {
     let rpo = copy.rpo.filter(|_| replica.work().is_none())?;
     let left = replica.tally.work.as_ref().filter(|work| work.what == "mirror");
     let how = match left {
-        Some(work) => format!("its mirror, process {}, was killed", work.process),
+        Some(work) => format!("its mirror, process {}, was killed", work.mark.process),
         None if is_beyond(replica, rpo.as_secs_f64()) => {
             format!("it is {} behind", units::seconds(replica.lag(now().as_secs()) as f64))
         }
@@ -474,15 +520,13 @@ fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
 /// A copy that a job is to make, and that never began since its source is one.
 fn of_copy(copy: &JobCopy) -> Problem {
     let JobCopy { job, command, source, replica, took_over, .. } = copy;
-    let (never, what, failed) = match copy.fetch.as_ref().and_then(|fetch| fetch.failed.as_ref()) {
-        Some(failed) => (
-            "never made",
-            "none was ever complete",
-            format!("; the last attempt failed on {}: {}", device::moment(failed.time), failed.message),
-        ),
-        None if *took_over => ("not synced", "no sync has come since that took over", String::new()),
-        None => ("never made", "no copy has begun", String::new()),
+    let (never, what) = match copy.fetch {
+        _ if *took_over => ("not synced", "no sync has come since that took over"),
+        Some(_) => ("never made", "none was ever complete"),
+        None => ("never made", "no copy has begun"),
     };
+    let failed =
+        copy.failed.as_ref().map_or(String::new(), |failed| format!("; an attempt {}", ended(failed)));
     let message = format!(
         "replica was {never}: job {job} is to {command} {source} to {replica}, and {what}: \"dsync run {job}\", or \
          \"systemctl status dsync-{command}@{job}\", says why; remove the job if it is not wanted{failed}"
@@ -495,29 +539,40 @@ fn of_copy(copy: &JobCopy) -> Problem {
 fn of_fetch(copy: &JobCopy, fetch: &Fetch, max_age: Option<Duration>) -> Option<Problem> {
     let JobCopy { job, source, replica, .. } = copy;
     let age = |time: u64| now().saturating_sub(Duration::from_secs(time));
-    let late = fetch.time.zip(max_age).filter(|(time, max)| age(*time) > *max);
-    let (word, message) = match (late, &fetch.failed) {
-        (Some((time, max)), failed) => {
-            let why = failed
-                .as_ref()
-                .map_or(String::new(), |f| format!("; the last attempt failed: {}", f.message));
-            let (time, max) = (device::moment(time), units::seconds(max.as_secs_f64()));
-            let late = format!("was last brought up to date on {time}, longer ago than {max}");
-            (
-                "stale",
-                format!(
-                    "replica is out of date: {replica}, which job {job} fetches from {source}, {late}{why}"
-                ),
-            )
+    let (time, max) = fetch.time.zip(max_age).filter(|(time, max)| age(*time) > *max)?;
+    let (time, max) = (device::moment(time), units::seconds(max.as_secs_f64()));
+    let why =
+        copy.failed.as_ref().map_or(String::new(), |failed| format!("; the last attempt {}", ended(failed)));
+    let message = format!(
+        "replica is out of date: {replica}, which job {job} fetches from {source}, was last brought up to date on {time}, longer ago than {max}{why}"
+    );
+    Some(Problem { replica: Some(replica.clone()), ..Problem::of("stale", message) })
+}
+
+/// How an attempt of a job has failed, as the part of a sentence.
+fn ended(failed: &JobEnd) -> String {
+    let (time, message) = (device::moment(failed.time), &failed.message);
+    match failed.code {
+        None => {
+            format!("was killed: its process, which began on {time}, is gone and has not said how it ended")
         }
-        (None, Some(failed)) => {
-            let (time, why) = (device::moment(failed.time), &failed.message);
-            let last = format!("job {job}, which fetches {replica} from {source}, failed on {time}: {why}");
-            ("failing", format!("replica is not brought up to date: {last}"))
-        }
-        (None, None) => return None,
-    };
-    Some(Problem { replica: Some(replica.clone()), ..Problem::of(word, message) })
+        Some(code) if message.is_empty() => format!("failed on {time}, with exit code {code}"),
+        Some(_) => format!("failed on {time}: {message}"),
+    }
+}
+
+/// A job that failed, and has not succeeded since.
+fn of_job(judged: &JudgedJob) -> Option<Problem> {
+    let JudgedJob { job, command, failed, subjects } = judged;
+    let message = format!(
+        "job fails: an attempt of {job} ({command}) {}; none has succeeded since: \"dsync run {job}\" tries again",
+        ended(failed.as_ref()?)
+    );
+    let problem = Problem::of("failing", message);
+    Some(match subjects.as_slice() {
+        [(source, replica)] => Problem { source: Some(source.clone()), replica: replica.clone(), ..problem },
+        _ => problem,
+    })
 }
 
 /// True if the tracking of the disk at `path` has begun, and no epoch has ended since.
@@ -659,6 +714,10 @@ impl Metrics {
         found.sources.iter().for_each(|source| add_source(source, &mut out));
         found.replicas.iter().for_each(|known| add_local(&LocalReplica::of(known), &mut out));
         found.copies.iter().for_each(|copy| add_copy(copy, &mut out));
+        for JudgedJob { job, command, failed, .. } in &found.jobs {
+            let labels = [("job", job.as_str()), ("command", *command)];
+            out.add(Metric::JobFailing, &labels, u64::from(failed.is_some()));
+        }
         out.add(Metric::Errors, &[], found.errors.len());
         Ok(Metrics { text: out.text(), errors: found.errors })
     }

@@ -1,7 +1,7 @@
 //! `dsync status` as a table, problems first: a row for each source, each of its replicas, and each other replica that this host has.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
@@ -187,7 +187,10 @@ impl Table<'_> {
 
     fn replica(&self, source: &SourceStatus, replica: &Lacking) -> Row {
         let name = &replica.replica;
-        let of = |problem: &&Problem| problem.replica.as_deref() == Some(name);
+        let is_source = |of: &PathBuf| *of == source.path;
+        let of = |problem: &&Problem| {
+            problem.replica.as_deref() == Some(name) && problem.source.as_ref().is_none_or(is_source)
+        };
         let problem = self.problems.iter().find(of).map(|problem| problem.problem.replace('-', " "));
         let state = match (replica.work(), problem) {
             (_, Some(problem)) => problem,

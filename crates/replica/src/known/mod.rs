@@ -3,8 +3,8 @@
 //!
 //! The list is `known-replicas` of the state directory. `status --check` judges replicas from what is written down: one that is opened is
 //! locked, and refuses a sync. What never began is written down nowhere but in the job that is to make it: so it reads the jobs, too, and looks for
-//! each of their copies among the bookmarks (`dsync/src/status/job_copies.rs`). Of a replica that this host fetches, the other host may be gone:
-//! how the runs of the job ended is kept in `STATE/fetches`.
+//! each of their copies among the bookmarks (`dsync/src/status/job_copies.rs`). How the runs of a job ended is kept in `STATE/jobs`: of a replica
+//! that this host fetches, the other host may be gone, and of a job that is refused, nothing else is left.
 
 pub(crate) mod origin;
 pub(crate) mod verdict;

@@ -290,9 +290,9 @@ impl StateDir {
         self.root.join("trackers").join(device_name(device))
     }
 
-    /// The folder for what is known of jobs that fetch replicas from other hosts.
-    pub fn fetches_folder(&self) -> PathBuf {
-        self.root.join("fetches")
+    /// The folder for what the jobs of this host did last.
+    pub fn jobs_folder(&self) -> PathBuf {
+        self.root.join("jobs")
     }
 
     /// The folder for what machines need besides their disks.

@@ -6,13 +6,14 @@
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use device::{Dir, Folder};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::record::bookmarks::Bookmarks;
+use crate::record::process::{ProcessMark, cut, now};
 
 /// Begins the names of the files.
 const PREFIX: &str = "tally-";
@@ -42,9 +43,6 @@ pub struct Tally {
     pub verified: Option<LastVerify>,
     /// The last failure.
     pub failed: Option<LastFailure>,
-    /// When a copy came to its end last; only of one that is fetched, as its own host keeps no bookmark of it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub fetched: Option<u64>,
     /// What is there is a disk of the same source, and no sync to it has begun: the last one was refused.
     pub refused: bool,
     /// What is under way. That the process lives is to be checked with [`Work::is_alive`].
@@ -95,9 +93,8 @@ pub struct Work {
     /// The command: `sync`, `mirror` or `verify`.
     pub what: String,
     /// The process.
-    pub process: u32,
-    /// When the process began, as the kernel counts: numbers of processes are used again.
-    born: u64,
+    #[serde(flatten)]
+    pub mark: ProcessMark,
     /// When the work began.
     pub since: u64,
     /// Bytes done so far; of a mirror, bytes of changes.
@@ -123,11 +120,9 @@ impl Work {
 
     /// Work of this process that begins now.
     pub fn begin(what: &str) -> Work {
-        let process = std::process::id();
         Work {
             what: what.to_owned(),
-            process,
-            born: born(process).unwrap_or(0),
+            mark: ProcessMark::this(),
             since: now(),
             bytes_done: 0,
             bytes_total: 0,
@@ -140,21 +135,8 @@ impl Work {
 
     /// True if its process lives, as far as that can be seen from here.
     pub fn is_alive(&self) -> bool {
-        born(self.process) == Some(self.born)
+        self.mark.is_alive()
     }
-}
-
-/// When a process began, in ticks since the boot.
-#[allow(clippy::disallowed_methods, reason = "in procfs")]
-fn born(process: u32) -> Option<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // The name of the program, in parentheses, may hold anything.
-    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
-}
-
-/// Seconds since 1970.
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs())
 }
 
 impl Tally {
@@ -188,25 +170,6 @@ impl Tally {
         self.syncs == 0 && (self.failed.is_some() || self.work.as_ref().is_some_and(copies))
     }
 
-    /// Counts a failure of what is to make a first copy, and ended before that began. One that has begun counts its own.
-    pub fn fail_first(folder: &Path, replica: &str, message: &str) {
-        Tally::change(folder, replica, |tally| {
-            if tally.syncs == 0 && !tally.is_first_copy() {
-                tally.fail(message);
-            }
-        });
-    }
-
-    /// Counts what a host has fetched, or has failed to, in a folder of its own.
-    pub fn fetch(folder: &Path, what: &str, ended: Result<(), &str>) {
-        if Dir::open(folder).is_ok() {
-            Tally::change(folder, what, |tally| match ended {
-                Ok(()) => (tally.syncs, tally.failed, tally.fetched) = (tally.syncs + 1, None, Some(now())),
-                Err(message) => tally.fail(message),
-            });
-        }
-    }
-
     /// Changes the tally of a replica. What cannot be written is left as it was.
     fn change(folder: &Path, replica: &str, change: impl FnOnce(&mut Tally)) {
         let Ok(dir) = Dir::existing(folder) else { return };
@@ -215,7 +178,9 @@ impl Tally {
         let create = || dir.file(&fresh, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, 0o666);
         let abandoned = || {
             let begun = UNIX_EPOCH + Duration::from_nanos(dir.modified(&fresh)?);
-            (begun.elapsed().ok()? > ABANDONED).then(|| dir.remove(&fresh)).and_then(Result::ok)
+            // A time that is still to come is that of a clock that was wrong.
+            let is_old = begun.elapsed().map_or(true, |age| age > ABANDONED);
+            is_old.then(|| dir.remove(&fresh)).and_then(Result::ok)
         };
         let Ok(mut out) = create().or_else(|error| abandoned().map_or(Err(error), |()| create())) else {
             return;
@@ -250,9 +215,8 @@ impl Tally {
     /// Counts a failure.
     pub fn fail(&mut self, message: &str) {
         self.failures += 1;
-        let ends = message.char_indices().map(|(at, _)| at).chain([message.len()]);
-        let end = ends.take_while(|at| *at <= MESSAGE_MAX).last().unwrap_or(0);
-        self.failed = Some(LastFailure { time: now(), message: message[..end].to_owned(), ended: false });
+        let message = cut(message, MESSAGE_MAX).to_owned();
+        self.failed = Some(LastFailure { time: now(), message, ended: false });
     }
 }
 
@@ -373,33 +337,16 @@ mod tests {
         let left = std::fs::File::create(&fresh).unwrap();
         Tally::change(at, "a", |tally| tally.syncs += 1);
         assert_eq!(Tally::read(at, "a").syncs, 1);
-        left.set_modified(SystemTime::now() - 2 * ABANDONED).unwrap();
+        left.set_modified(std::time::SystemTime::now() - 2 * ABANDONED).unwrap();
         Tally::change(at, "a", |tally| tally.syncs += 1);
         assert_eq!(Tally::read(at, "a").syncs, 2);
+        // Of a clock that was ahead.
+        let left = std::fs::File::create(&fresh).unwrap();
+        left.set_modified(std::time::SystemTime::now() + 1000 * ABANDONED).unwrap();
+        Tally::change(at, "a", |tally| tally.syncs += 1);
+        assert_eq!(Tally::read(at, "a").syncs, 3);
         // Cut off by a power cut.
         std::fs::write(file(at, "a"), b"{\"sy").unwrap();
         assert_eq!(Tally::read(at, "a").syncs, 0);
-    }
-
-    #[test]
-    fn what_root_notes_belongs_to_the_user_of_the_state() {
-        use std::os::unix::fs::{MetadataExt, chown};
-        if !testing::need_root("a tally of another user's state") {
-            return;
-        }
-        let (folder, nobody) = (tempfile::tempdir().unwrap(), 65534);
-        chown(folder.path(), Some(nobody), Some(nobody)).unwrap();
-        let at = folder.path().join("state/fetches");
-        Tally::fetch(&at, "near:vm /vm.raw", Err("it failed"));
-        for path in file(&at, "near:vm /vm.raw").ancestors().take(3) {
-            assert_eq!(std::fs::metadata(path).unwrap().uid(), nobody, "{}", path.display());
-        }
-    }
-
-    #[test]
-    fn work_ends_with_its_process() {
-        let work = Work::begin("sync");
-        assert!(work.is_alive());
-        assert!(!Work { born: work.born.wrapping_sub(1), ..work }.is_alive());
     }
 }
