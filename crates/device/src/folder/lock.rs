@@ -26,6 +26,21 @@ impl FolderLock {
         FolderLock::of(&Dir::existing(folder)?)
     }
 
+    /// True if a process of this machine holds the lock of the folder at a path, as far as the kernel tells without taking it.
+    #[allow(clippy::disallowed_methods, reason = "in procfs")]
+    pub fn is_held(folder: &Path) -> bool {
+        let Ok(inode) = std::fs::metadata(folder.join(Self::NAME)).map(|found| found.ino()) else {
+            return false;
+        };
+        // The device that it has there is not always that of the file: on Btrfs it is another one.
+        let inode = format!(":{inode}");
+        let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
+        locks.lines().any(|line| {
+            let mut words = line.split_whitespace().skip(1);
+            words.next() == Some("FLOCK") && words.nth(3).is_some_and(|file| file.ends_with(&inode))
+        })
+    }
+
     /// Takes the lock of a folder; an inner `Err` names the holder.
     pub fn of(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
         // Whoever may remove the file could keep this going.
@@ -125,7 +140,9 @@ mod tests {
         let lock = FolderLock::take(temp.path()).unwrap().unwrap();
         let told = FolderLock::take(temp.path()).unwrap().unwrap_err();
         assert!(told.contains(&format!("process {}", std::process::id())), "{told}");
+        assert!(FolderLock::is_held(temp.path()));
         drop(lock);
+        assert!(!FolderLock::is_held(temp.path()));
         drop(FolderLock::take(temp.path()).unwrap().unwrap());
         let folder = temp.path().join("inner");
         std::fs::create_dir(&folder).unwrap();

@@ -65,8 +65,8 @@ pub(crate) fn path_of(what: &str) -> std::io::Result<PathBuf> {
 pub(crate) const ROLES: [&str; 4] = ["replica", "released", "demoted", "promoted"];
 
 /// The values of [`LocalReplica::state`].
-pub(crate) const STATES: [&str; 7] =
-    ["exact", "fuzzy", "incomplete", "changed", "promoted", "missing", "unreadable"];
+pub(crate) const STATES: [&str; 8] =
+    ["exact", "fuzzy", "interrupted", "incomplete", "changed", "promoted", "missing", "unreadable"];
 
 impl LocalReplica<'_> {
     pub(crate) fn of(known: &KnownReplica) -> LocalReplica<'_> {
@@ -201,6 +201,12 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
         Condition::Exact => ("exact", None),
         Condition::Fuzzy => {
             ("fuzzy", Some("was copied from a disk in use without a freeze: sync it again with one".into()))
+        }
+        Condition::Interrupted => {
+            let what = format!(
+                "may be between two moments: a merge to it was interrupted; the next sync completes it, and so does \"dsync recover {path}\""
+            );
+            ("interrupted", Some(what))
         }
         Condition::Incomplete if known.lineage.as_ref().is_some_and(|l| l.role.demoted.is_some()) => (
             "incomplete",

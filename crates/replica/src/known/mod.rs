@@ -114,6 +114,8 @@ pub enum Condition {
     Promoted,
     /// Others have changed it since its last commit, in this way.
     Changed(String),
+    /// What has arrived for it is whole, and may be half merged: the process that merged it is gone. The next command completes it.
+    Interrupted,
     /// A first copy or a commit in place has not ended, or parts of the source could not be read.
     Incomplete,
     /// It was copied from a disk in use, without a freeze.
@@ -332,11 +334,22 @@ fn condition(folder: &Path, path: &Path, lineage: &Lineage) -> Result<Condition>
         _ => match (changed(folder, path)?, lineage.state) {
             (Some(why), _) => Condition::Changed(why.to_string()),
             (None, _) if step == Some(StepKind::InPlace) => Condition::Incomplete,
+            (None, _) if is_interrupted(folder) => Condition::Interrupted,
             (None, State::Incomplete) => Condition::Incomplete,
             (None, State::Fuzzy) => Condition::Fuzzy,
             (None, State::Exact) => Condition::Exact,
         },
     })
+}
+
+/// True if a journal waits to be merged, and nobody is at work.
+fn is_interrupted(folder: &Path) -> bool {
+    let waits = || {
+        let found = Dir::existing(folder).and_then(|dir| dir.file(WHOLE, OFlags::RDONLY, 0)?.metadata());
+        found.is_ok_and(|found| found.len() > 0)
+    };
+    // One that ends meanwhile has merged it.
+    waits() && !FolderLock::is_held(folder) && waits()
 }
 
 /// True if the disk or the file at `path` is the replica's.

@@ -212,6 +212,8 @@ pub(crate) fn verify_over(
         }
         let found = LastVerify::now(verified.differing.bytes, verified.repaired);
         match &mut tally.verified {
+            // All of it has changed since: nothing was looked at.
+            _ if verified.passed_over && verified.bytes_changed_since >= verified.bytes_compared => {}
             // What was found before may be in blocks that were not looked at.
             Some(before) if before.differs() && !found.differs() && !options.ranges.is_empty() => {}
             Some(before) if before.differs() && !found.differs() && verified.passed_over => {
