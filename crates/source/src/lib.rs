@@ -67,7 +67,7 @@ pub use handle::{Handle, MissingChanges};
 pub use live::convergence::Convergence;
 pub use live::freeze::{Freeze, FreezeError, PreparedFreeze};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
-pub use peek::{KeptClone, SourceWrites, doubt, lost, was_served, written_since};
+pub use peek::{KeptClone, SourceWrites, doubt, lost, was_recorded, was_served, written_since};
 pub use record::bookmarks::{Bookmark, Bookmarks, Reached, is_plain};
 pub use record::history::trail::{Trail, TrailStep, leave_trail, note_step};
 pub use record::history::{EpochInfo, History, KnownPosition};

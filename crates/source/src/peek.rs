@@ -49,8 +49,22 @@ pub fn doubt(place: &Path, about: &SourceMetadata, trust: DeviceTrust) -> Result
 
 /// True if the source was ever served, or tracked by clones: then its changes are to be recorded, and that they are not is worth a word.
 pub fn was_served(place: &Path) -> bool {
-    let stamp = Dir::existing(place).ok().and_then(|folder| ImageStamp::read(&folder).ok().flatten());
-    stamp.is_some_and(|stamp| stamp.is_in_use())
+    stamp_in(place).is_some_and(|stamp| stamp.is_in_use())
+}
+
+/// True if the source was ever served, or is tracked; of a device also if it was tracked until its last epoch.
+pub fn was_recorded(place: &Path, about: &SourceMetadata, history: &History) -> bool {
+    let is_tracked = || trackers::find(&about.path).is_ok_and(|tracker| tracker.is_some());
+    // One that was tracked in the kernel has no stamp, or one of the end of that.
+    let last_known = || history.epochs().last().is_some_and(|last| last.lost.is_none());
+    let was_tracked =
+        |stamp: Option<&ImageStamp>| about.identity.is_block() && (stamp.is_none() || last_known());
+    let stamp = stamp_in(place);
+    stamp.as_ref().is_some_and(ImageStamp::is_in_use) || was_tracked(stamp.as_ref()) || is_tracked()
+}
+
+fn stamp_in(place: &Path) -> Option<ImageStamp> {
+    Dir::existing(place).ok().and_then(|folder| ImageStamp::read(&folder).ok().flatten())
 }
 
 /// What the clone of an image takes that is tracked by clones.

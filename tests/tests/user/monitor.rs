@@ -110,6 +110,37 @@ fn a_replica_that_is_out_of_date_is_reported() {
     assert_eq!(problems(&scene.site, &["--max-age", "1s"]), none());
 }
 
+/// A sync while the clock is ahead leaves a time that is still to come.
+#[test]
+fn a_clock_that_was_ahead_hides_neither_age_nor_failure() {
+    let mut scene = Scene::synced_in_memory("a clock that was ahead", 4 * MIB);
+    scene.change(3);
+    let sources = std::fs::read_dir(scene.site.state().join("sources")).expect("sources").flatten();
+    let place = sources.map(|entry| entry.path()).find(|path| path.is_dir()).expect("a source");
+    let text = std::fs::read_to_string(place.join("bookmarks")).expect("bookmarks");
+    let mut bookmarks: Value = serde_json::from_str(&text).expect("bookmarks");
+    let times = bookmarks.as_object_mut().expect("bookmarks").values_mut();
+    times
+        .for_each(|bookmark| bookmark["time"] = (bookmark["time"].as_u64().expect("a time") + 86_400).into());
+    std::fs::write(place.join("bookmarks"), bookmarks.to_string()).expect("bookmarks");
+    assert_eq!(problems(&scene.site, &[]), none());
+    assert_eq!(problems(&scene.site, &["--max-age", "1h"]), ["stale"]);
+    let told = scene.site.dsync(["status", "--check", "--max-age", "1h"]).code(1).text();
+    assert!(told.contains("which is still to come"), "{told}");
+    let metrics = scene.site.dsync(["status", "--prometheus"]).ok().text();
+    assert_eq!(sample(&metrics, "dsync_replica_lag_seconds", &[]), Some(f64::INFINITY));
+    // What fails is no older than that.
+    let folder = scene.replica.parent().expect("a folder").to_path_buf();
+    std::fs::rename(&folder, folder.with_extension("aside")).expect("another name");
+    std::fs::write(&folder, "no folder").expect("a file");
+    scene.sync(&[]).code(1);
+    assert_eq!(problems(&scene.site, &["vm"]), ["failing"]);
+    std::fs::remove_file(&folder).expect("its place");
+    std::fs::rename(folder.with_extension("aside"), &folder).expect("its name");
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &["--max-age", "1h"]), none());
+}
+
 /// The disk of a replica is exchanged for an older copy of it, as when another one is mounted in its place.
 #[test]
 fn an_older_replica_in_the_place_of_the_newest_is_told() {
@@ -299,6 +330,25 @@ fn a_first_copy_that_is_killed_is_reported_until_it_is_given_up() {
     assert!(forgotten.contains("its first copy was never completed"), "{forgotten}");
     assert_eq!(problems(&scene.site, &[]), none());
     scene.site.dsync(["forget", "vm", &name]).code(1);
+}
+
+/// Nor is a device, which each sync compares that does not trust it.
+#[test]
+fn a_device_that_was_never_tracked_is_no_problem() {
+    let what = "a check of a device at rest";
+    let (site, mut random) = (Site::new(), Random::new(what));
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let Some(disk) = Loop::new(&site.image("disk.raw", 4 * MIB)) else {
+        return skipped(what, "loop devices are not allowed here");
+    };
+    let copy = site.path("copy.raw");
+    for at in [0, MIB] {
+        image::scribble(disk.device(), at, BLOCK, &mut random);
+        site.sync(disk.device(), &copy, &[]).ok();
+        assert_eq!(problems(&site, &[]), none());
+    }
 }
 
 /// A disk that nobody serves or tracks is compared by each sync: nobody has asked for more.
@@ -914,6 +964,8 @@ fn a_tracked_disk_that_lost_its_record_is_reported() {
     let said = site.dsync(["status", "--check"]).output().text();
     assert!(!said.contains("tracking is lost"), "it was not synced yet: {said}");
     site.sync(&path, &copy, &[]).ok();
+    image::scribble(&path, 0, BLOCK, &mut Random::new(what));
+    site.sync(&path, &copy, &[]).ok();
     assert_eq!(problems(&site, &[mine]), none());
     // At rest, writes to a device are not recorded. Another record begins.
     track("remove");
@@ -924,6 +976,13 @@ fn a_tracked_disk_that_lost_its_record_is_reported() {
     assert!(said.contains("was not synced since tracking began"), "{said}");
     site.sync(&path, &copy, &[]).ok();
     assert_eq!(problems(&site, &[mine]), none());
+    // At rest, once that is synced, nobody has asked for a record.
+    track("remove");
+    site.sync(&path, &copy, &[]).ok();
+    assert_eq!(problems(&site, &[mine]), none());
+    track("add");
+    assert_eq!(problems(&site, &[mine]), ["tracking-lost"]);
+    site.sync(&path, &copy, &[]).ok();
     // Its disk is gone from under the tracker; another state directory of the host does not know it as a source.
     drop(device);
     let check =

@@ -56,10 +56,27 @@ pub(crate) struct LocalReplica<'a> {
 /// A path as the list of replicas has it.
 pub(crate) fn path_of(what: &str) -> std::io::Result<PathBuf> {
     match std::fs::canonicalize(what) {
-        Err(_) => device::absolute(what),
+        Err(_) => Ok(followed(device::absolute(what)?)),
         found => found,
     }
 }
+
+/// A path that leads nowhere, behind the links in it: their file system may not be mounted.
+fn followed(path: PathBuf) -> PathBuf {
+    let mut path = path;
+    for _ in 0..LINKS_MAX {
+        let mut places: Vec<&Path> = path.ancestors().collect();
+        places.reverse();
+        let found = places.into_iter().find_map(|at| Some((at, std::fs::read_link(at).ok()?)));
+        let Some((at, target)) = found else { break };
+        let rest = path.strip_prefix(at).unwrap_or(Path::new(""));
+        path = at.parent().unwrap_or(at).join(target).join(rest);
+    }
+    path
+}
+
+/// Links that are followed in a path, as by the kernel.
+const LINKS_MAX: u32 = 40;
 
 /// The values of [`LocalReplica::role`].
 pub(crate) const ROLES: [&str; 4] = ["replica", "released", "demoted", "promoted"];
@@ -266,5 +283,22 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
             ("missing", Some(what))
         }
         Condition::Unreadable(why) => ("unreadable", Some(format!("cannot be looked at: {why}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_whose_file_system_is_away_is_the_one_behind_its_links() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mount, link) = (temp.path().join("mnt"), temp.path().join("link"));
+        std::os::unix::fs::symlink("mnt/b", &link).unwrap();
+        std::os::unix::fs::symlink(temp.path().join("link"), temp.path().join("other")).unwrap();
+        let named = path_of(temp.path().join("other/r.raw").to_str().unwrap()).unwrap();
+        assert_eq!(named, mount.join("b/r.raw"));
+        std::os::unix::fs::symlink("round", temp.path().join("round")).unwrap();
+        path_of(temp.path().join("round").to_str().unwrap()).unwrap();
     }
 }

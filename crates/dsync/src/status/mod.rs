@@ -139,11 +139,14 @@ impl Lacking {
         };
         let blocks_at_least = if compared { 0 } else { lacking.count() };
         let Bookmark { epoch, time, unread, .. } = *bookmark;
+        // What a mirror says is newer than a time that is still to come.
+        let is_known = units::elapsed(time, table::now()).is_some();
+        let mirrored = upto > time || (upto > 0 && !is_known);
         Lacking {
             replica: replica.to_owned(),
             epoch: epoch.number,
-            time: upto.max(time),
-            mirrored: upto > time,
+            time: if mirrored { upto } else { time },
+            mirrored,
             blocks,
             blocks_at_least,
             why,
@@ -155,14 +158,15 @@ impl Lacking {
         }
     }
 
-    /// How long ago it was last up to date, in seconds; 0 if nothing was written since.
-    pub(crate) fn lag(&self, now: u64) -> u64 {
-        if self.is_current { 0 } else { now.saturating_sub(self.time) }
+    /// How long ago it was last up to date, in seconds; 0 if nothing was written since. `None` if that is not known, because a clock was
+    /// wrong.
+    pub(crate) fn lag(&self, now: u64) -> Option<u64> {
+        if self.is_current { Some(0) } else { units::elapsed(self.time, now) }
     }
 
-    /// The failure of the last attempt.
+    /// The failure that no success has ended.
     pub(crate) fn failed(&self) -> Option<&LastFailure> {
-        self.tally.failed.as_ref().filter(|failed| failed.time >= self.time && !failed.ended)
+        self.tally.failed.as_ref().filter(|failed| !failed.ended)
     }
 
     /// What is under way for it.
@@ -350,8 +354,7 @@ impl SourceStatus {
         let group = GroupInfo::of_source(&folder, history.last())?;
         let told = moment.as_ref().is_some_and(|moment| moment.elsewhere || moment.name.is_some());
         let asked = told || group.as_ref().is_some_and(|group| group.machine.is_some());
-        let is_image = !about.identity.is_block() && !source::was_served(place);
-        let is_untracked = served.is_none() && (asked || is_image);
+        let is_untracked = served.is_none() && (asked || !source::was_recorded(place, &about, history));
         Ok(SourceStatus {
             kind: "source",
             path: about.path,

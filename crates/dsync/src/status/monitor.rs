@@ -383,7 +383,6 @@ fn of_replica(
     taken: Option<uuid::Uuid>,
 ) -> Option<Problem> {
     let (path, name) = (source.path.display(), &replica.replica);
-    let age = now().saturating_sub(Duration::from_secs(replica.time));
     let failed = replica.failed();
     let differs = |verified: &&LastVerify| verified.differs();
     let behind = |rpo: &f64| is_beyond(replica, *rpo);
@@ -398,16 +397,14 @@ fn of_replica(
             "differs",
             format!("replica differs: {name} differed from {path} in {bytes} when it was verified on {time}"),
         )
-    } else if let Some(max) = max_age.filter(|max| age > *max && !replica.is_current) {
+    } else if let Some(late) = max_age.and_then(|max| late(replica.time, max)).filter(|_| !replica.is_current)
+    {
         // What was not written to since is not out of date.
         let why = failed.map_or(String::new(), |f| format!("; the last attempt failed: {}", f.message));
-        let (time, max) = (device::moment(replica.time), units::seconds(max.as_secs_f64()));
-        let late =
-            format!("{name} of {path} was last brought up to date on {time}, longer ago than {max}{why}");
-        ("stale", format!("replica is out of date: {late}"))
+        ("stale", format!("replica is out of date: {name} of {path} {late}{why}"))
     } else if let Some(rpo) = replica.work().and_then(|work| work.rpo.filter(|_| !work.paused)).filter(behind)
     {
-        let (lag, rpo) = (units::seconds(replica.lag(now().as_secs()) as f64), units::seconds(rpo));
+        let (lag, rpo) = (lag(replica), units::seconds(rpo));
         let late =
             format!("{name} of {path} is {lag} behind, and its mirror is to keep it within {rpo} (--rpo)");
         ("stale", format!("replica is out of date: {late}: the link or the other host is too slow, or hangs"))
@@ -456,7 +453,28 @@ fn of_older(source: &SourceStatus, replica: &Lacking, local: &[KnownReplica]) ->
 
 /// True if a replica is further behind than it may be. Times are those of whole seconds.
 fn is_beyond(replica: &Lacking, rpo: f64) -> bool {
-    replica.lag(now().as_secs()) as f64 > rpo + 1.0
+    replica.lag(now().as_secs()).is_none_or(|lag| lag as f64 > rpo + 1.0)
+}
+
+/// How far a replica is behind, in words.
+fn lag(replica: &Lacking) -> String {
+    let lag = replica.lag(now().as_secs());
+    lag.map_or("for a time that is not known".into(), |lag| units::seconds(lag as f64))
+}
+
+/// That a replica was brought up to date at this time, as the part of a sentence, if that is longer ago than it may be, or not known.
+fn late(time: u64, max: Duration) -> Option<String> {
+    let (then, age) = (device::moment(time), units::elapsed(time, now().as_secs()));
+    match age {
+        None => Some(format!(
+            "was last brought up to date on {then}, which is still to come: a clock was wrong, so it is not known how old it is"
+        )),
+        Some(_) if now().saturating_sub(Duration::from_secs(time)) > max => Some(format!(
+            "was last brought up to date on {then}, longer ago than {}",
+            units::seconds(max.as_secs_f64())
+        )),
+        Some(_) => None,
+    }
 }
 
 /// A replica that a job is to mirror, and nothing does: its mirror was killed, or was stopped and not started again.
@@ -468,7 +486,7 @@ fn of_mirror(copy: &JobCopy, sources: &[SourceStatus]) -> Option<Problem> {
     let how = match left {
         Some(work) => format!("its mirror, process {}, was killed", work.mark.process),
         None if is_beyond(replica, rpo.as_secs_f64()) => {
-            format!("it is {} behind", units::seconds(replica.lag(now().as_secs()) as f64))
+            format!("it is {} behind", lag(replica))
         }
         None => return None,
     };
@@ -538,14 +556,11 @@ fn of_copy(copy: &JobCopy) -> Problem {
 /// A copy that a job of this host fetches from another one: if that cannot be asked, nobody else knows how old it is.
 fn of_fetch(copy: &JobCopy, fetch: &Fetch, max_age: Option<Duration>) -> Option<Problem> {
     let JobCopy { job, source, replica, .. } = copy;
-    let age = |time: u64| now().saturating_sub(Duration::from_secs(time));
-    let (time, max) = fetch.time.zip(max_age).filter(|(time, max)| age(*time) > *max)?;
-    let (time, max) = (device::moment(time), units::seconds(max.as_secs_f64()));
+    let late = late(fetch.time?, max_age?)?;
     let why =
         copy.failed.as_ref().map_or(String::new(), |failed| format!("; the last attempt {}", ended(failed)));
-    let message = format!(
-        "replica is out of date: {replica}, which job {job} fetches from {source}, was last brought up to date on {time}, longer ago than {max}{why}"
-    );
+    let message =
+        format!("replica is out of date: {replica}, which job {job} fetches from {source}, {late}{why}");
     Some(Problem { replica: Some(replica.clone()), ..Problem::of("stale", message) })
 }
 
@@ -640,7 +655,7 @@ fn of_diverged(known: &KnownReplica) -> Option<Problem> {
 /// A past that is asked for, and was given up: that is told for a day, and for as long as there is no other, unless another one is asked for.
 fn of_past(known: &KnownReplica) -> Option<Problem> {
     let (path, given_up) = (known.path.display(), known.past.given_up.as_ref()?);
-    let recent = now().as_secs().saturating_sub(given_up.at) < 24 * 60 * 60;
+    let recent = units::elapsed(given_up.at, now().as_secs()).is_none_or(|age| age < 24 * 60 * 60);
     if !recent && !known.past.is_empty {
         return None;
     }
@@ -739,7 +754,8 @@ fn add_source(source: &SourceStatus, out: &mut Exposition) {
         let (tally, labels) = (&replica.tally, [labels[0], labels[1], ("replica", &replica.replica)]);
         out.add(Metric::ReplicaEpoch, &labels, replica.epoch);
         out.add(Metric::ReplicaLastSuccess, &labels, replica.time);
-        out.add(Metric::ReplicaLag, &labels, replica.lag(now().as_secs()));
+        let lag = replica.lag(now().as_secs());
+        out.add(Metric::ReplicaLag, &labels, lag.map_or("+Inf".to_owned(), |lag| lag.to_string()));
         if let Some(blocks) = replica.blocks {
             out.add(Metric::ReplicaLacks, &labels, blocks.saturating_mul(source.block_size.into()));
         }

@@ -149,8 +149,9 @@ impl Table<'_> {
         let state = state.or_else(|| copies().find(|row| row.cells[2] == "synced")).or(copies().next());
         let state = state.map_or("not synced", |row| &row.cells[2]);
         let late = disks().flat_map(|source| &source.replicas).filter(|replica| !replica.is_current);
-        let behind = late.map(|replica| replica.lag(self.now)).max();
-        let behind = behind.map_or(NONE.into(), device::human_time);
+        // What is not known is the worst.
+        let behind = late.map(|replica| replica.lag(self.now)).max_by_key(|lag| lag.unwrap_or(u64::MAX));
+        let behind = behind.map_or(NONE.into(), told_lag);
         let size = units::size(disks().map(|source| source.tracked).sum());
         let folder = |row: &Row| row.cells[5].rsplit_once('/').map(|(folder, _)| folder.to_owned());
         let folders: BTreeSet<String> = copies().filter_map(folder).collect();
@@ -290,9 +291,13 @@ fn working(work: &Work) -> String {
     }
 }
 
+fn told_lag(lag: Option<u64>) -> String {
+    lag.map_or("?".to_owned(), device::human_time)
+}
+
 /// How long a replica is behind, and by how much, as far as that is known.
 fn behind(source: &SourceStatus, replica: &Lacking, now: u64) -> String {
-    let lag = device::human_time(replica.lag(now));
+    let lag = told_lag(replica.lag(now));
     match replica.blocks {
         _ if replica.is_current => NONE.into(),
         // They count from its last epoch.

@@ -257,6 +257,14 @@ pub(crate) fn age(time: u64) -> String {
     }
 }
 
+/// Seconds by which clocks that are set may go back.
+const SET_BACK: u64 = 60;
+
+/// How long ago this was, in seconds; `None` for a time that is still to come, as of a clock that was wrong.
+pub(crate) fn elapsed(time: u64, now: u64) -> Option<u64> {
+    (time <= now + SET_BACK).then(|| now.saturating_sub(time))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
