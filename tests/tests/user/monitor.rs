@@ -32,7 +32,7 @@ fn problems(site: &Site, options: &[&str]) -> Vec<String> {
     assert_eq!((last["kind"].as_str(), last["problems"].as_u64()), (Some("check"), Some(all.len() as u64)));
     let code = match all {
         [] => 0,
-        [one] if one["problem"] == "nothing-known" => 3,
+        [one] if one["problem"] == "nothing-known" || one["problem"] == "age-unknown" => 3,
         _ => 1,
     };
     assert_eq!([plain.status.code(), output.status.code()], [Some(code); 2], "{plain}\n{output}");
@@ -139,6 +139,20 @@ fn a_clock_that_was_ahead_hides_neither_age_nor_failure() {
     std::fs::rename(folder.with_extension("aside"), &folder).expect("its name");
     scene.sync(&[]).ok();
     assert_eq!(problems(&scene.site, &["--max-age", "1h"]), none());
+}
+
+/// The host that receives a replica does not know whether anything was written since.
+#[test]
+fn an_age_that_only_the_source_knows_is_not_well() {
+    let (mut scene, far) = (Scene::in_memory("an age elsewhere", 4 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    scene.change(3);
+    let replica = far.replica().display().to_string();
+    assert_eq!(problems(&far.site, &["--max-age", "1h", &replica]), ["age-unknown"]);
+    let told = far.site.dsync(["status", "--check", "--max-age", "1h", &replica]).code(3).text();
+    assert!(told.contains(&format!("is known where its source is, {}", scene.image.display())), "{told}");
+    assert_eq!(problems(&far.site, &[&replica]), none());
+    assert_eq!(problems(&far.site, &["--max-age", "1h"]), none());
 }
 
 /// The disk of a replica is exchanged for an older copy of it, as when another one is mounted in its place.
@@ -1094,7 +1108,14 @@ fn metrics_are_those_of_the_status() {
     let about = sources
         .map(|entry| entry.path().join("source"))
         .find(|about| std::fs::read_to_string(about).is_ok_and(|text| text.contains("other.raw")));
-    std::fs::write(about.expect("its state"), "nonsense").expect("a file");
+    let about = about.expect("its state");
+    let said = std::fs::read(&about).expect("its state");
+    // Its folder does not say of which disk it is.
+    std::fs::remove_file(&about).expect("a file");
+    assert_eq!(problems(&scene.site, &[]), ["tracking-lost", "unreadable"]);
+    std::fs::write(&about, said).expect("a file");
+    assert_eq!(problems(&scene.site, &[]), ["tracking-lost"]);
+    std::fs::write(&about, "nonsense").expect("a file");
     let output = scene.site.dsync(["status", "--prometheus"]).code(1);
     assert_eq!(sample(&output.text(), "dsync_status_errors", &[]), Some(1.0), "{output}");
     assert_eq!(sample(&output.text(), "dsync_source_tracking", &[&source]), Some(0.0), "{output}");

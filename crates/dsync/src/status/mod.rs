@@ -204,7 +204,7 @@ pub(crate) fn run(args: &args::StatusArgs, state: &StateDir, output: &Output) ->
         },
         None => {
             let survey = state.survey()?;
-            let damaged = survey.damaged.into_iter();
+            let damaged = survey.damaged.into_iter().chain(survey.nameless);
             failed
                 .extend(damaged.map(|(place, error)| anyhow::Error::new(error).context(unreadable(&place))));
             survey.sources

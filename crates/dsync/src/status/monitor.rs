@@ -54,7 +54,8 @@ impl Inventory {
         let replicas = || sync::known_replicas(state).all().context("cannot read the list of replicas");
         let Some(what) = what else {
             let survey = state.survey()?;
-            survey.damaged.into_iter().for_each(|(place, error)| found.fail(&place, error.into()));
+            let unreadable = survey.damaged.into_iter().chain(survey.nameless);
+            unreadable.for_each(|(place, error)| found.fail(&place, error.into()));
             survey.sources.into_iter().for_each(|(place, about)| found.read_source(&place, about));
             // After the sources: a sync commits to a replica before its source knows.
             let all = replicas()?;
@@ -199,6 +200,7 @@ pub(crate) fn check(args: &args::StatusArgs, state: &StateDir, output: &Output) 
     if nothing && (!state.path().is_dir() || trackers::list()?.is_empty()) {
         problems.push(Problem::of("nothing-known", nothing_known(state)));
     }
+    problems.extend(args.path.as_ref().and(args.max_age).and_then(|_| of_unknown_age(&found)));
     for problem in &problems {
         // One line, whatever the names in it are.
         output.say(&link::printable(&problem.message));
@@ -208,10 +210,11 @@ pub(crate) fn check(args: &args::StatusArgs, state: &StateDir, output: &Output) 
         output.say("OK");
     }
     output.summary(&Checked { kind: "check", problems: problems.len() });
-    Ok(match problems.first() {
-        None => 0,
-        Some(Problem { problem: "nothing-known", .. }) => failure::UNKNOWN,
-        Some(_) => failure::FAILED,
+    let is_unknown = |problem: &Problem| ["nothing-known", "age-unknown"].contains(&problem.problem);
+    Ok(match problems.iter().all(is_unknown) {
+        _ if problems.is_empty() => 0,
+        true => failure::UNKNOWN,
+        false => failure::FAILED,
     })
 }
 
@@ -297,6 +300,22 @@ fn of_replicas(source: &SourceStatus, found: &Inventory, max_age: Option<Duratio
     let begun = source.first_copies.iter().filter(stopped);
     problems.extend(begun.map(|tally| of_first_copy(source, tally)));
     problems
+}
+
+/// A replica that is asked for, whose age is asked for, and known at its source alone.
+fn of_unknown_age(found: &Inventory) -> Option<Problem> {
+    let is_fetched =
+        found.copies.iter().any(|copy| copy.fetch.as_ref().is_some_and(|fetch| fetch.time.is_some()));
+    if is_fetched || !found.origins.is_empty() || !found.sources.is_empty() {
+        return None;
+    }
+    let local = LocalReplica::of(found.replicas.first()?);
+    let path = local.path.display();
+    let place = local.origin.as_ref().map_or(String::new(), |origin| format!(", {origin}"));
+    let message = format!(
+        "age is not known: when {path} was last brought up to date is known where its source is{place}: run \"dsync status --check --max-age\" there"
+    );
+    Some(Problem { replica: Some(path.to_string()), ..Problem::of("age-unknown", message) })
 }
 
 /// Why there is nothing to judge: most likely it was looked for in the wrong place.

@@ -24,7 +24,7 @@ pub(crate) mod trail;
 
 use trail::Trail;
 
-const NAME: &str = "history";
+pub(crate) const NAME: &str = "history";
 const MAGIC: &[u8; 8] = b"dsynchis";
 /// Bytes of an entry before its head.
 const PREFIX: usize = 16;

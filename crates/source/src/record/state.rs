@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::record::history;
 use crate::record::json::{read_json, write_json};
 use crate::record::stamp::ImageStamp;
 
@@ -181,6 +182,8 @@ pub struct Survey {
     pub sources: Vec<(PathBuf, SourceMetadata)>,
     /// The folders that cannot be read, and why.
     pub damaged: Vec<(PathBuf, SourceError)>,
+    /// The folders of sources that do not say of which, as errors.
+    pub nameless: Vec<(PathBuf, SourceError)>,
 }
 
 /// The export's name of an image: the stem of its file name.
@@ -308,8 +311,22 @@ impl StateDir {
     /// The known sources, and the unreadable folders, which do not affect the others.
     pub fn survey(&self) -> Result<Survey, SourceError> {
         let (known, damaged) = self.known()?;
+        let is_known = |place: &PathBuf| {
+            known
+                .iter()
+                .map(|(known, _)| known)
+                .chain(damaged.iter().map(|(place, _)| place))
+                .any(|at| at == place)
+        };
+        let entries = std::fs::read_dir(self.root.join("sources")).into_iter().flatten().flatten();
+        let others = entries.map(|entry| entry.path()).filter(|place| !is_known(place));
+        let nameless = others.filter(|place| is_nameless(place)).map(|place| {
+            let (path, why) = (place.join(ABOUT), "it is missing".to_owned());
+            (place, SourceError::Damaged { path, why })
+        });
+        let nameless = nameless.collect();
         let sources = known.into_iter().map(|(place, known)| (place, known.about)).collect();
-        Ok(Survey { sources, damaged })
+        Ok(Survey { sources, damaged, nameless })
     }
 
     #[allow(clippy::type_complexity)]
@@ -427,6 +444,12 @@ fn read_about(place: &Path) -> Result<Option<Known>, SourceError> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         folder => read_known(&folder.map_err(SourceError::state("open", place))?),
     }
+}
+
+/// True for the folder of a source whose description is missing: it has a history, and nobody is about to make or to forget it.
+fn is_nameless(place: &Path) -> bool {
+    let is_so = || place.join(history::NAME).exists() && !place.join(ABOUT).exists();
+    is_so() && !FolderLock::is_held(place) && is_so()
 }
 
 /// The description in a source's folder; `None` if it is not one.
