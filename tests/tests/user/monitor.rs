@@ -1340,6 +1340,32 @@ fn a_past_that_was_given_up_is_reported() {
     assert!(!problems(&scene.site, &[]).contains(&"past-given-up".to_owned()));
 }
 
+/// Moments that are dropped to make room are missed when they are needed.
+#[test]
+fn a_past_that_is_shorter_than_asked_for_is_reported() {
+    let what = "a past without room";
+    let Some((mut scene, _mounted)) = Scene::with_small_replica("short past", 8 * MIB, "24m", what) else {
+        return;
+    };
+    scene.fill();
+    scene.sync(&["--keep-last", "5"]).ok();
+    let dropped = (0..5).any(|at| {
+        let bytes = scene.random.bytes(3 << 20);
+        let mut client = scene.client();
+        client.write(at * MIB, &bytes).expect("a write");
+        client.close().expect("the end");
+        assert_eq!(problems(&scene.site, &[]), none());
+        format!("{}", scene.sync(&[]).ok()).contains("dropped")
+    });
+    assert!(dropped, "there was room for all of them");
+    assert_eq!(problems(&scene.site, &[]), ["past-short"]);
+    // It stays so, and ends with what is asked for.
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &[]), ["past-short"]);
+    scene.sync(&["--keep-last", "1"]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+}
+
 /// An epoch that ends while a monitor looks is not missing from what it finds.
 #[test]
 fn what_a_replica_lacks_is_found_while_epochs_end() {

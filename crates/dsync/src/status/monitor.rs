@@ -244,7 +244,8 @@ pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec
     problems
         .extend(found.replicas.iter().filter_map(|known| of_differing(known, &problems)).collect::<Vec<_>>());
     problems.extend(found.replicas.iter().filter_map(of_diverged));
-    problems.extend(found.replicas.iter().filter_map(of_past));
+    problems
+        .extend(found.replicas.iter().filter_map(|known| of_past(known).or_else(|| of_short_past(known))));
     problems.extend(found.replicas.iter().filter_map(of_rewound));
     problems.extend(found.apart.iter().map(of_apart));
     problems.extend(found.copies.iter().filter(|copy| !copy.made && !copy.begun).map(of_copy));
@@ -692,6 +693,17 @@ fn of_past(known: &KnownReplica) -> Option<Problem> {
         given_up.why
     );
     Some(Problem { replica: Some(path.to_string()), ..Problem::of("past-given-up", message) })
+}
+
+/// A past of which less is kept than is asked for.
+fn of_short_past(known: &KnownReplica) -> Option<Problem> {
+    let (path, lacks) = (known.path.display(), known.past.lacks?);
+    let message = format!(
+        "past is too short: moments of {path} up to {} were dropped for want of room, which --keep would keep: free some space there, or keep less. \
+         This is reported until what is kept since is as much as is asked for",
+        device::moment(lacks)
+    );
+    Some(Problem { replica: Some(path.to_string()), ..Problem::of("past-short", message) })
 }
 
 /// A replica that stands still at an earlier moment.

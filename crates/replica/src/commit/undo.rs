@@ -112,7 +112,7 @@ impl Replica {
             return self.age().map(drop);
         }
         let settings = match self.settings() {
-            Some(before) => PastSettings { keep, given_up: None, ..before.clone() },
+            Some(before) => PastSettings { keep, given_up: None, short: None, ..before.clone() },
             None => PastSettings::new(keep),
         };
         settings.store(self.state())?;

@@ -11,6 +11,7 @@ pub(crate) mod verdict;
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use device::{Dir, Folder, FolderLock};
 use rustix::fs::OFlags;
@@ -77,6 +78,8 @@ pub struct KnownPast {
     pub rewound: bool,
     /// A past that is asked for was given up, and when and why that was last.
     pub given_up: Option<GivenUpPast>,
+    /// The time of a moment that was dropped for want of room, in seconds since 1970, as long as it would be kept otherwise.
+    pub lacks: Option<u64>,
     /// Nothing of it is kept.
     pub is_empty: bool,
     /// A verification found that it differed from its source.
@@ -90,7 +93,9 @@ impl KnownPast {
         // Damaged settings are reported by the next sync, which fails.
         let settings = PastSettings::load(dir).unwrap_or_default();
         let rewound = settings.as_ref().and_then(|settings| settings.rewound);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
         KnownPast {
+            lacks: settings.as_ref().and_then(|settings| past::lacks(dir, lineage.nonce, settings, now)),
             at: lineage.epoch.and_then(|_| past::since(dir, lineage, settings.as_ref())),
             rewound: rewound.is_some_and(|(state, _)| state == lineage.nonce),
             given_up: settings.and_then(|settings| settings.given_up),

@@ -315,6 +315,9 @@ pub(crate) struct PastSettings {
     /// Moments were dropped to make room, of which nobody was told yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub dropped: bool,
+    /// The time of the newest moment that was dropped for want of room, in seconds since 1970, as long as this is what is kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub short: Option<u64>,
 }
 
 /// A past that could not be kept.
@@ -358,7 +361,11 @@ impl PastSettings {
 
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(SETTINGS);
-        let bytes = serde_json::to_vec(self).map_err(|e| io_error("write", &path)(e.into()))?;
+        // Who makes room notes it there alone.
+        let written = PastSettings::load(folder).ok().flatten().filter(|written| written.keep == self.keep);
+        let short = self.short.max(written.and_then(|written| written.short));
+        let settings = PastSettings { short, ..self.clone() };
+        let bytes = serde_json::to_vec(&settings).map_err(|e| io_error("write", &path)(e.into()))?;
         let state = "what the replica holds is unchanged";
         device::replace(folder, SETTINGS, &bytes).map_err(disk_error("write", &path, state))
     }
@@ -521,7 +528,7 @@ impl Ageing<'_> {
         let len = |undo: &Undo| self.folder.open(&undo.name, false).and_then(|file| file.len());
         let mut bytes = past.undos.iter().map(len).sum::<io::Result<u64>>()?;
         let moments = |past: &Past| past.undos.iter().filter(|undo| undo.kind != UndoKind::Via).count();
-        let before = moments(&past);
+        let (before, mut short) = (moments(&past), None);
         while let Some(oldest) = past.oldest().cloned() {
             let most = self.keep.bytes.or_else(|| self.folder.free()).unwrap_or(u64::MAX);
             if bytes <= most {
@@ -530,9 +537,14 @@ impl Ageing<'_> {
             bytes -= len(&oldest)?;
             self.folder.remove(&oldest.name)?;
             past.forget(&oldest.name);
+            short = short.max(Some(oldest.at));
         }
         let left = moments(&past);
         // What --keep-bytes bounds is as its user has asked for.
+        if self.keep.bytes.is_none() {
+            // Where there is no room for that, the sync has told it.
+            let _ = note_dropped(self.folder, short, false);
+        }
         Ok(Some(Squeezed { dropped: before - left, left })
             .filter(|it| it.dropped > 0 && self.keep.bytes.is_none()))
     }
@@ -548,20 +560,38 @@ pub(crate) struct Squeezed {
 /// Removes the oldest undo delta, to make room. False if there is none.
 pub(crate) fn drop_oldest(folder: &dyn Folder, present: Uuid) -> io::Result<bool> {
     let past = Past::load(folder, present)?;
-    let Some(name) = past.rest.first().or(past.oldest().map(|undo| &undo.name)) else { return Ok(false) };
+    let (name, short) = match (past.rest.first(), past.oldest()) {
+        (Some(name), _) => (name, None),
+        (None, Some(oldest)) => (&oldest.name, Some(oldest.at).filter(|_| oldest.kind != UndoKind::Via)),
+        (None, None) => return Ok(false),
+    };
     // First, so that whoever is interrupted leaves it to the next to tell; where there is no room for that yet, then.
-    let noted = note_dropped(folder);
+    let noted = note_dropped(folder, short, true);
     folder.remove(name)?;
     folder.sync()?;
-    noted.or_else(|_| note_dropped(folder)).ok();
+    noted.or_else(|_| note_dropped(folder, short, true)).ok();
     Ok(true)
 }
 
-fn note_dropped(folder: &dyn Folder) -> Result<()> {
-    match PastSettings::load(folder)?.filter(|settings| !settings.dropped) {
-        Some(settings) => PastSettings { dropped: true, ..settings }.store(folder),
-        None => Ok(()),
+/// Notes the newest moment that was dropped for want of room, and that this is to be told.
+fn note_dropped(folder: &dyn Folder, short: Option<u64>, is_told: bool) -> Result<()> {
+    let Some(before) = PastSettings::load(folder)? else { return Ok(()) };
+    let (dropped, short) = (before.dropped || is_told, before.short.max(short));
+    if (dropped, short) == (before.dropped, before.short) {
+        return Ok(());
     }
+    PastSettings { dropped, short, ..before }.store(folder)
+}
+
+/// The time of a moment that was dropped for want of room, and that would be kept otherwise.
+pub(crate) fn lacks(folder: &dyn Folder, present: Uuid, settings: &PastSettings, now: u64) -> Option<u64> {
+    let short = settings.short?;
+    let past = Past::load(folder, present).ok()?;
+    let moments = past.undos.iter().filter(|undo| undo.kind != UndoKind::Via).map(|undo| undo.at);
+    let mut times: Vec<u64> = moments.chain([short, now]).collect();
+    times.sort_unstable();
+    let at = times.iter().position(|time| *time == short)?;
+    settings.keep.kept(&times).get(at).is_some_and(|is_kept| *is_kept).then_some(short)
 }
 
 /// The most bytes that may be found in a folder at the cost of readers of the state `present`, and of the past if that `gives` way.
