@@ -721,6 +721,10 @@ fn a_verification_of_a_job_is_judged_by_its_last_run() {
     scribble(&scene, &scene.replica);
     run(&[]).code(5);
     assert_eq!(problems(site, &["vm"]), ["differs"]);
+    // A failure for another reason is not hidden by that.
+    run(&["--range", "1T:1M"]).code(4);
+    assert_eq!(problems(site, &["vm"]), ["differs", "failing"]);
+    run(&[]).code(5);
     site.dsync(["verify", "--repair", "vm", &replica]).ok();
     assert_eq!(problems(site, &[]), none());
 }

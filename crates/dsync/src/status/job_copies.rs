@@ -50,9 +50,11 @@ pub(crate) struct JudgedJob {
     pub command: &'static str,
     /// The failure that stands.
     pub failed: Option<JobEnd>,
-    /// The sources and the replicas that it is about, as problems name them.
-    pub subjects: Vec<(PathBuf, Option<String>)>,
+    pub subjects: Vec<JobSubject>,
 }
+
+/// A source that a job is about, and its replica if there is one, as problems name them.
+pub(crate) type JobSubject = (PathBuf, Option<String>);
 
 /// The jobs of this host.
 #[derive(Debug, Default)]
@@ -193,7 +195,7 @@ pub(crate) fn all(known: &Known<'_>, state: &StateDir, what: Option<&str>) -> Jo
         // Also by the name of its export.
         let path = state.source(what).ok().flatten().map(|(_, about)| about.path);
         found.judged.retain(|job| {
-            let is_its = |(source, replica): &(PathBuf, Option<String>)| {
+            let is_its = |(source, replica): &JobSubject| {
                 is_meant(&source.to_string_lossy(), what)
                     || path.as_ref() == Some(source)
                     || replica.as_deref().is_some_and(is_here)
@@ -224,8 +226,7 @@ impl Jobs {
 }
 
 /// The command of a job, whether it is a service, and what it is about beside copies that it makes.
-#[allow(clippy::type_complexity)]
-fn subjects(cli: &Cli, state: &StateDir) -> Result<(&'static str, bool, Vec<(PathBuf, Option<String>)>)> {
+fn subjects(cli: &Cli, state: &StateDir) -> Result<(&'static str, bool, Vec<JobSubject>)> {
     let path = |named: &str| match state.source(named) {
         Ok(Some((_, about))) => about.path,
         _ => local::path_of(named).unwrap_or_else(|_| named.into()),

@@ -183,6 +183,26 @@ pub(crate) struct Problem {
     pub message: String,
 }
 
+/// Problems of a source or a replica with which its jobs fail, or which such a failure leaves. Others hide no failure.
+const FAILS: [&str; 16] = [
+    "apart",
+    "changed",
+    "diverged",
+    "failing",
+    "flush-failed",
+    "incomplete",
+    "interrupted",
+    "missing",
+    "never-copied",
+    "not-mirrored",
+    "other-content",
+    "promoted",
+    "resized",
+    "stale",
+    "taken-over",
+    "unreadable",
+];
+
 /// The last line of a check.
 #[derive(Serialize)]
 struct Checked {
@@ -254,7 +274,7 @@ pub(crate) fn problems(found: &Inventory, args: &args::StatusArgs) -> Result<Vec
     let mirrors = made.filter_map(|copy| of_mirror(copy, &found.sources));
     let is_new = |mirror: &Problem| problems.iter().all(|other| other.replica != mirror.replica);
     problems.extend(mirrors.filter(is_new).collect::<Vec<_>>());
-    let is_told = |job: &&JudgedJob| problems.iter().any(|problem| problem.is_of(job));
+    let is_told = |job: &&JudgedJob| problems.iter().any(|problem| problem.tells_of(job));
     problems.extend(found.jobs.iter().filter(|job| !is_told(job)).filter_map(of_job).collect::<Vec<_>>());
     Ok(problems)
 }
@@ -336,12 +356,14 @@ impl Problem {
         Problem { kind: "problem", problem, source: None, replica: None, message }
     }
 
-    /// True if it is of the source or the replica of this job.
-    fn is_of(&self, job: &JudgedJob) -> bool {
-        job.subjects.iter().any(|(source, replica)| match &self.replica {
-            Some(_) => self.replica == *replica && self.source.as_ref().is_none_or(|of| of == source),
-            None => self.source.as_ref() == Some(source),
-        })
+    /// True if it tells why this job fails, or that it does.
+    fn tells_of(&self, job: &JudgedJob) -> bool {
+        let tells = FAILS.contains(&self.problem);
+        tells
+            && job.subjects.iter().any(|(source, replica)| match &self.replica {
+                Some(_) => self.replica == *replica && self.source.as_ref().is_none_or(|of| of == source),
+                None => self.source.as_ref() == Some(source),
+            })
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
 /// A process, for which no later one of its number is taken.
@@ -32,7 +34,7 @@ impl ProcessMark {
 
     /// True if it lives, as far as that can be seen from here.
     pub fn is_alive(&self) -> bool {
-        born(self.process) == Some(self.born)
+        born(self.process).map_or_else(|| is_hidden(self.process), |born| born == self.born)
     }
 }
 
@@ -45,6 +47,12 @@ fn born(process: u32) -> Option<u64> {
     // One that has ended is there until its parent has asked how.
     let is_over = fields.next().is_none_or(|state| ["Z", "X"].contains(&state));
     fields.nth(18)?.parse().ok().filter(|_| !is_over)
+}
+
+/// True for a process of another user, of which no more may be seen here than that it is there.
+fn is_hidden(process: u32) -> bool {
+    let process = i32::try_from(process).ok().and_then(Pid::from_raw);
+    process.is_some_and(|process| test_kill_process(process) == Err(Errno::PERM))
 }
 
 /// Seconds since 1970.
