@@ -6,10 +6,11 @@
 //! - *What the one before has* is taken into a bitmap of the job's scratch image, which is exported once more, with it. Both end with the job.
 
 use std::collections::BTreeSet;
+use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use super::virsh::Virsh;
+use super::virsh::{IS_OFF, Virsh};
 use crate::failure::Failure;
 use crate::machine::part::{Basis, OURS, Part, block_of, shown_as};
 
@@ -59,19 +60,23 @@ fn name_of(part: &Part) -> String {
     format!("libvirt-{}{STORAGE}", part.index.as_deref().unwrap_or_default())
 }
 
-/// The names of the bitmaps that are there.
+/// The names of the bitmaps that are there. They end with the QEMU.
 ///
 /// # Errors
-/// If libvirt does not answer.
+/// If QEMU runs, and does not tell them: those that are not known are not removed.
 pub(super) fn names(virsh: &Virsh) -> Result<BTreeSet<String>, Failure> {
-    Ok(nodes(virsh)?.unwrap_or_default().into_iter().flat_map(|node| node.bitmaps).collect())
+    match nodes(virsh)? {
+        Ok(nodes) => Ok(nodes.into_iter().flat_map(|node| node.bitmaps).collect()),
+        Err(why) if why.contains(IS_OFF) => Ok(BTreeSet::new()),
+        Err(why) => Err(Failure::failed(format!("its QEMU does not tell what bitmaps it has: {why}"))),
+    }
 }
 
-/// Begins a bitmap of this name of each disk that is meant.
+/// Begins a bitmap of this name of each disk that is meant. `held` stays open until that has been carried out or refused.
 ///
 /// # Errors
-/// An inner `Err` is why there is none, with the target of a disk in single quotes if it is the reason.
-pub(super) fn begin(virsh: &Virsh, parts: &[Part], name: &str) -> Result<Said, Failure> {
+/// An inner `Err` is why there is none.
+pub(super) fn begin(virsh: &Virsh, parts: &[Part], name: &str, held: Stdio) -> Result<Said, Failure> {
     let meant: Vec<&Part> = parts.iter().filter(|part| is_meant(part)).collect();
     if meant.is_empty() {
         return Ok(Ok(()));
@@ -89,7 +94,7 @@ pub(super) fn begin(virsh: &Virsh, parts: &[Part], name: &str) -> Result<Said, F
         let data = json!({ "node": node.name, "name": name, "granularity": block_of(node.size) });
         begins.push(json!({ "type": "block-dirty-bitmap-add", "data": data }));
     }
-    Ok(virsh.monitor("transaction", json!({ "actions": begins }))?.map(|_| ()))
+    Ok(virsh.monitor_held("transaction", json!({ "actions": begins }), held)?.map(|_| ()))
 }
 
 /// Shows what was recorded of each disk that is meant, in the job that is running. `scratch` tells the scratch image of a disk.
@@ -115,9 +120,11 @@ pub(super) fn show(
         // That of its format has the disk beneath it.
         let file = scratch(part);
         let is_shown = |node: &&Value| node["file"] == file.as_str() && node["drv"] == "qcow2";
-        let node = nodes.into_iter().flatten().find(is_shown).and_then(|node| node["node-name"].as_str());
-        let shown = match node {
-            Some(node) => show_one(virsh, part, since, node)?,
+        let node = nodes.into_iter().flatten().find(is_shown);
+        let name = node.and_then(|node| node["node-name"].as_str());
+        let size = node.and_then(|node| node["image"]["virtual-size"].as_u64());
+        let shown = match name.zip(size) {
+            Some(scratch) => show_one(virsh, part, since, scratch)?,
             None => Err(format!("QEMU has not opened {file}")),
         };
         if let Err(why) = shown {
@@ -127,9 +134,9 @@ pub(super) fn show(
     Ok(Ok(()))
 }
 
-fn show_one(virsh: &Virsh, part: &Part, since: &str, scratch: &str) -> Result<Said, Failure> {
+fn show_one(virsh: &Virsh, part: &Part, since: &str, (scratch, size): (&str, u64)) -> Result<Said, Failure> {
     let shown = shown_as(&part.target);
-    let add = json!({ "node": scratch, "name": shown, "disabled": true });
+    let add = json!({ "node": scratch, "name": shown, "granularity": block_of(size), "disabled": true });
     let take =
         json!({ "node": scratch, "target": shown, "bitmaps": [{ "node": name_of(part), "name": since }] });
     let actions = json!([

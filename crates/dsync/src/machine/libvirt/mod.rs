@@ -13,6 +13,7 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::{Instant, UNIX_EPOCH};
 
 use roxmltree::Document;
@@ -36,6 +37,8 @@ pub(super) struct Libvirt {
     virsh: Virsh,
     /// As its user calls it.
     name: String,
+    /// A disk of it may have bitmaps that its QEMU alone knows of. What is asked of that, libvirt notes in the log of the domain.
+    has_bitmaps: bool,
 }
 
 /// The backup job of a machine of libvirt.
@@ -59,7 +62,7 @@ pub(super) fn find(name: &str) -> Result<(Libvirt, Domain), Failure> {
             domain.name
         )));
     }
-    Ok((Libvirt { virsh: Virsh::of(&domain.uuid), name: domain.name.clone() }, domain))
+    Ok((Libvirt::of(&domain), domain))
 }
 
 /// The machine whose definition was carried, or has this name; `None` if libvirt has it no more.
@@ -70,7 +73,20 @@ pub(super) fn seek(carried: Option<&str>, name: &str) -> Result<Option<(Libvirt,
     let uuid = carried.and_then(|text| Some(xml::domain(text.trim_end()).ok()?.uuid));
     let Some(text) = virsh::seek(uuid.as_deref().unwrap_or(name))? else { return Ok(None) };
     let domain = xml::domain(&text)?;
-    Ok(Some((Libvirt { virsh: Virsh::of(&domain.uuid), name: domain.name.clone() }, domain)))
+    Ok(Some((Libvirt::of(&domain), domain)))
+}
+
+impl Libvirt {
+    fn of(domain: &Domain) -> Libvirt {
+        let may_have = |(_, image): (_, &Image)| !image.is_qcow2 || !image.beneath.is_empty();
+        let has_bitmaps = domain.followed().any(may_have);
+        Libvirt { virsh: Virsh::of(&domain.uuid), name: domain.name.clone(), has_bitmaps }
+    }
+
+    /// The names of the bitmaps of which libvirt does not know.
+    fn bitmaps(&self) -> Result<BTreeSet<String>, Failure> {
+        if self.has_bitmaps { bitmaps::names(&self.virsh) } else { Ok(BTreeSet::new()) }
+    }
 }
 
 impl Hypervisor for Libvirt {
@@ -89,7 +105,7 @@ impl Hypervisor for Libvirt {
     }
 
     fn checkpoints(&self) -> Result<Vec<String>, Failure> {
-        let bitmaps = bitmaps::names(&self.virsh)?;
+        let bitmaps = self.bitmaps()?;
         Ok(bitmaps
             .into_iter()
             .chain(self.virsh.checkpoints()?)
@@ -100,7 +116,7 @@ impl Hypervisor for Libvirt {
 
     fn created(&self, checkpoint: &str) -> Result<Option<String>, Failure> {
         // Of bitmaps alone, none of this name was there before: they end with the QEMU.
-        let of_bitmap = || Ok(bitmaps::names(&self.virsh)?.take(checkpoint));
+        let of_bitmap = || Ok(self.bitmaps()?.take(checkpoint));
         self.virsh.created(checkpoint)?.map_or_else(of_bitmap, |created| Ok(Some(created)))
     }
 
@@ -108,11 +124,16 @@ impl Hypervisor for Libvirt {
         if let Err(why) = self.virsh.delete_checkpoint(name)? {
             return Ok(Err(why));
         }
-        bitmaps::remove(&self.virsh, name)
+        if self.has_bitmaps { bitmaps::remove(&self.virsh, name) } else { Ok(Ok(())) }
     }
 
     fn deletion(&self, name: &str) -> String {
-        format!("\"virsh checkpoint-delete {} {name}\"", self.name)
+        let virsh = format!("\"virsh checkpoint-delete {} {name}\"", self.name);
+        if self.has_bitmaps {
+            format!("{virsh}, and \"block-dirty-bitmap-remove\" of a raw disk,")
+        } else {
+            virsh
+        }
     }
 
     fn cannot_follow(&self, image: &Image) -> Option<&'static str> {
@@ -192,9 +213,9 @@ impl Backup for LibvirtJob {
         let held = self.hold_begin()?;
         // Until the job shows all that it is to show.
         let _kept = held.try_clone();
-        if let Err(why) = bitmaps::begin(&self.virsh, parts, checkpoint)? {
-            return Ok(Err(why));
-        }
+        // Where there is none, the next sync compares.
+        let held_too = held.try_clone().map_or_else(|_| Stdio::null(), Stdio::from);
+        let _ = bitmaps::begin(&self.virsh, parts, checkpoint, held_too)?;
         let text = parts.iter().any(has_checkpoint).then(|| checkpoint_text(parts, checkpoint));
         let begun = match self.virsh.begin(&self.text(parts), text.as_deref(), held)? {
             Ok(_) => bitmaps::show(&self.virsh, parts, |part| self.scratch(part))?,

@@ -22,7 +22,9 @@ const INSTALL: &str =
 /// What it says of a checkpoint that is not there.
 const NO_CHECKPOINT: &str = "no domain checkpoint with matching name";
 /// What it says of a domain that has no backup job.
-const NO_JOB: [&str; 2] = ["no domain backup job", "domain is not running"];
+const NO_JOB: [&str; 2] = ["no domain backup job", IS_OFF];
+/// What it says of a domain that is off.
+pub(in crate::machine) const IS_OFF: &str = "domain is not running";
 
 /// A domain of libvirt, by its UUID.
 pub(in crate::machine) struct Virsh {
@@ -131,8 +133,21 @@ impl Virsh {
         command: &str,
         arguments: Value,
     ) -> Result<Result<Value, String>, Failure> {
+        self.monitor_held(command, arguments, Stdio::null())
+    }
+
+    /// [`Virsh::monitor`]; `held` stays open until the command has been carried out or refused, also where this process is killed.
+    ///
+    /// # Errors
+    /// If libvirt does not answer.
+    pub(in crate::machine) fn monitor_held(
+        &self,
+        command: &str,
+        arguments: Value,
+        held: Stdio,
+    ) -> Result<Result<Value, String>, Failure> {
         let text = json!({ "execute": command, "arguments": arguments }).to_string();
-        let said = self.ask("qemu-monitor-command", &["--cmd", &text])?;
+        let said = virsh("qemu-monitor-command", &[&self.domain, "--cmd", &text], held)?;
         Ok(said.and_then(|said| {
             let mut said: Value = serde_json::from_str(&said).map_err(|error| error.to_string())?;
             match said["error"]["desc"].as_str() {
