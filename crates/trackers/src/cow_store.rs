@@ -213,10 +213,22 @@ impl CowStore {
 
     /// Fails the view, or ends it, and gives its space back. Ordered before the write that was not saved, and checked after every read.
     pub fn give_up(&self) {
-        self.head[BROKEN].store(1, SeqCst);
-        // Whoever reads what is gone sees then that the view has failed.
-        fence(SeqCst);
+        self.fail();
         let _ = self.data.set_len(0);
+    }
+
+    /// Whoever reads what is gone from then on sees that the view has failed.
+    fn fail(&self) {
+        self.head[BROKEN].store(1, SeqCst);
+        fence(SeqCst);
+    }
+
+    /// Fails the view, within a write, which waits for no file system to free what may be gigabytes.
+    fn give_up_soon(&self) {
+        self.fail();
+        let Ok(data) = self.data.try_clone() else { return };
+        // Without a thread the space is given back at the view's end.
+        let _ = std::thread::Builder::new().name("view".into()).spawn(move || data.set_len(0));
     }
 
     /// Restricts saving to these blocks. Until then every block is saved.
@@ -257,7 +269,7 @@ impl CowStore {
         let first = all.start.max(self.head[TAKEN].load(Acquire));
         let per_stripe = STRIPE / u64::from(self.block_size);
         let mut at = first;
-        while at < all.end {
+        while at < all.end && !self.is_broken() {
             let end = ((at / per_stripe + 1) * per_stripe).min(all.end);
             if self.kept.all(at..end) || (narrowed && !self.needed.any(at..end)) {
                 at = end;
@@ -266,7 +278,7 @@ impl CowStore {
             let lock = &self.locks[(at / per_stripe) as usize % LOCKS];
             let _held = lock.lock().unwrap_or_else(|e| e.into_inner());
             if let Err(_full) = self.keep_stripe(disk, at..end, narrowed) {
-                self.give_up();
+                self.give_up_soon();
                 return;
             }
             at = end;
@@ -288,7 +300,9 @@ impl CowStore {
             }
             let bytes = self.bytes_of(&(at..end));
             let len = bytes.end - bytes.start;
-            let mut old = vec![0u8; if is_hole(disk, &bytes)? { 0 } else { len as usize }];
+            // Small ones are read sooner than that is asked.
+            let is_hole = len >= ASK_HOLES && disk.is_hole(bytes.start, len);
+            let mut old = vec![0u8; if is_hole { 0 } else { len as usize }];
             disk.read_at(bytes.start, &mut old)?;
             if old.iter().any(|b| *b != 0) {
                 if self.head[KEPT].fetch_add(len, Relaxed) + len > self.limit
@@ -329,15 +343,19 @@ impl CowStore {
                 self.read_kept(from, &mut buf[(from - offset) as usize..(to - offset) as usize])?;
             }
         }
-        // Checked last: a view that failed during the read may have let a write through.
-        if self.is_broken() {
-            return Err(io::Error::other(format!(
-                "the snapshot has failed: the disk was overwritten faster than the snapshot was read, and the {} that may be kept for it \
-                 (--view-limit of \"dsync serve\", or half of the space in the state directory) were not enough",
-                device::human_size(self.limit)
-            )));
+        self.check()
+    }
+
+    /// Fails if the view has. Checked after what it is asked for: a view that failed meanwhile may have let a write through.
+    fn check(&self) -> io::Result<()> {
+        if !self.is_broken() {
+            return Ok(());
         }
-        Ok(())
+        Err(io::Error::other(format!(
+            "the snapshot has failed: the disk was overwritten faster than the snapshot was read, and the {} that may be kept for it \
+             (--view-limit of \"dsync serve\", or half of the space in the state directory) were not enough",
+            device::human_size(self.limit)
+        )))
     }
 
     /// The place in the file of the byte at `offset` of the disk, and how much follows up to the end of its stripe; `None` if
@@ -380,22 +398,20 @@ impl CowStore {
         Ok(())
     }
 
-    /// The first saved run of bytes at or after `from`: there the image's holes mean nothing for the view.
-    pub fn next_kept(&self, from: u64) -> Option<Range<u64>> {
+    /// The first saved run of bytes at or after `from`: there the image's holes mean nothing for the view. To be called *after* the image was asked
+    /// for them.
+    ///
+    /// # Errors
+    /// If the view has failed: a hole may be newer than it.
+    pub fn next_kept(&self, from: u64) -> io::Result<Option<Range<u64>>> {
         let blocks = self.size.div_ceil(u64::from(self.block_size));
         let shift = self.block_size.trailing_zeros();
         // G: the bits are checked after the image was asked for its holes.
         fence(SeqCst);
-        let run = self.kept.runs_in(from >> shift..blocks).next()?;
-        let bytes = self.bytes_of(&run);
-        Some(bytes.start.max(from)..bytes.end)
+        let run = self.kept.runs_in(from >> shift..blocks).next().map(|run| self.bytes_of(&run));
+        self.check()?;
+        Ok(run.map(|bytes| bytes.start.max(from)..bytes.end))
     }
-}
-
-/// True if these bytes are in a hole, so that they need not be read. Small ones are read sooner than that is asked.
-fn is_hole(disk: &dyn Disk, bytes: &Range<u64>) -> io::Result<bool> {
-    let is_large = bytes.end - bytes.start >= ASK_HOLES;
-    Ok(is_large && disk.allocated(bytes.start)?.is_none_or(|run| run.start >= bytes.end))
 }
 
 impl std::fmt::Debug for CowStore {

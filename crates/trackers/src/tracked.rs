@@ -435,7 +435,9 @@ impl TrackedDisk {
         self.shared.gate.drain();
         // The frozen record itself need not be durable: until it is released, no intent is dropped before it is, and what
         // was active counts as written.
-        if let Err(error) = self.shared.disk.flush().map_err(self.failed("cannot flush the source; state")) {
+        if let Err(error) = self.shared.disk.flush() {
+            self.shared.unwritten.note(&*self.shared.folder, &error);
+            let error = self.failed("cannot flush the source; state")(error);
             if let Some(view) = view {
                 self.drop_view(&view);
             }
@@ -980,7 +982,9 @@ impl Queue for TrackedQueue {
         }
         let mut done = self.inner.complete(wait)?;
         if is_durable(done.request.kind) {
-            done.result = self.shared.unwritten.tell(done.result);
+            // A forced write may fail, and the next one succeed.
+            let is_final = done.request.kind == RequestKind::Flush || self.shared.disk.failed().is_some();
+            done.result = self.shared.unwritten.tell(done.result, is_final);
         }
         if changes(done.request.kind) {
             let place = done.request.token as usize;

@@ -64,6 +64,11 @@ fn a_view_leaves_room_for_the_writes() {
     write(0..64);
     assert_eq!(kept(), 0);
     reader.read(0, 4096).expect_err("it has failed");
+    // Nor does it tell of holes, which are newer than it.
+    write(0..1);
+    server.client("vm").trim(0, 64 << 20).expect("a trim");
+    let mut asked = Client::connect_with(&server.address(), "vm@view", &["base:allocation"]).expect("a view");
+    asked.ranges("base:allocation", 3).expect_err("it has failed");
     // Holes take none, and are not read.
     server.stop();
     let sparse = site.image("sparse.raw", 4096 * MIB);

@@ -569,6 +569,16 @@ impl Disk for FileDisk {
         }
     }
 
+    /// Where the data before it ends, which takes long of a file in many pieces, is not asked.
+    fn is_hole(&self, offset: u64, len: u64) -> bool {
+        match retry(|| rustix::fs::seek(&self.plain, SeekFrom::Data(offset))) {
+            _ if self.block => false,
+            Ok(data) => data >= offset + len,
+            // There is none behind it.
+            Err(error) => error == Errno::NXIO,
+        }
+    }
+
     fn resize(&self, len: u64) -> io::Result<()> {
         if self.block {
             let path = self.path.display();

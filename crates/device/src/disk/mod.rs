@@ -245,6 +245,11 @@ pub trait Disk: Send + Sync {
         Ok((from < self.len()).then(|| from..self.len()))
     }
 
+    /// True if it is known, without much ado, that no byte of a range is allocated: all read as zeroes.
+    fn is_hole(&self, _offset: u64, _len: u64) -> bool {
+        false
+    }
+
     /// Changes the size. `Unsupported` for disks of fixed size.
     fn resize(&self, _len: u64) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())

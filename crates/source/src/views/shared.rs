@@ -155,7 +155,7 @@ impl Disk for View {
     /// The image is asked before the saved blocks: a hole that the writer fills or makes in between was saved before.
     fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
         let image = self.disk.allocated(from)?.filter(|run| run.start < self.size);
-        let kept = self.saved.as_ref().and_then(|s| s.next_kept(from));
+        let kept = self.saved.as_ref().map_or(Ok(None), |saved| saved.next_kept(from))?;
         self.still_kept()?;
         Ok(match (image, kept) {
             // Overlapping runs are returned as one, up to the end of the first: the next call finds the rest.
