@@ -14,6 +14,8 @@ use crate::needs::run;
 
 /// How the names of all that tests make begin.
 const NAME: &str = "dsync-test-";
+/// How the names of programs begin that serve a test in the background, each with a path of it in its arguments.
+const DAEMONS: [&str; 3] = ["qemu-system-", "libvirtd", "swtpm"];
 /// Where trackers are pinned.
 const BPFFS: &str = "/sys/fs/bpf";
 
@@ -90,7 +92,13 @@ fn processes() {
         let Some(pid) = number.and_then(Pid::from_raw) else { continue };
         let environment = fs::read(process.path().join("environ")).unwrap_or_default();
         let mut variables = environment.split(|byte| *byte == 0).map(String::from_utf8_lossy);
-        if variables.any(|variable| variable.starts_with("DSYNC_STATE_DIR=") && is_left(&variable)) {
+        let of_site =
+            variables.any(|variable| variable.starts_with("DSYNC_STATE_DIR=") && is_left(&variable));
+        // Those that became daemons, or were started by one.
+        let text = |file| fs::read(process.path().join(file)).unwrap_or_default();
+        let program = text("comm");
+        let is_daemon = DAEMONS.iter().any(|name| program.starts_with(name.as_bytes()));
+        if of_site || (is_daemon && is_left(&String::from_utf8_lossy(&text("cmdline")))) {
             let _ = kill_process(pid, Signal::KILL);
         }
     }
@@ -167,6 +175,9 @@ mod tests {
             .env("DSYNC_STATE_DIR", left.join("state"))
             .spawn()
             .unwrap();
+        let program = left.join("swtpm");
+        fs::copy("/bin/sleep", &program).unwrap();
+        let mut daemon = std::process::Command::new(&program).arg("60").spawn().unwrap();
         let image = left.join("image");
         fs::write(&image, vec![0; 1 << 20]).unwrap();
         let attached = run("losetup", ["--find".as_ref(), "--show".as_ref(), image.as_os_str()]);
@@ -179,7 +190,7 @@ mod tests {
         folders(place.path());
         folders(Path::new(BPFFS));
         assert!(!pinned || !pins.exists(), "a pin is left");
-        assert!(!process.wait().unwrap().success());
+        assert!(!process.wait().unwrap().success() && !daemon.wait().unwrap().success());
         assert!(!left.exists() && kept.exists());
         if let Some(device) = attached {
             let name = Path::new(&device).file_name().unwrap().to_owned();
