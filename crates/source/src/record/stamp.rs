@@ -101,7 +101,7 @@ pub(crate) struct ImageStamp {
     pub durable: DurableTimes,
     /// It was served once: it is a disk in use, and no dump that is made anew now and then.
     pub served: bool,
-    /// So is this one: it was tracked by clones once, is a disk of a VM, or took over from another one.
+    /// It is a disk in use for another reason: it was tracked by clones once, is a disk of a VM, or took over from another one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub in_use: bool,
     /// The file at the source's path, where a moment of it was read elsewhere: then the identity is not that of the file.
