@@ -537,6 +537,29 @@ fn a_snapshot_of_a_raw_disk_that_is_merged_between_two_syncs_is_told() {
     assert_eq!(world.bitmaps(), []);
 }
 
+/// Stands before virsh: a bitmap is begun, and that is not answered.
+const UNANSWERED: &str = r#"#!/bin/sh
+if [ "$2" = qemu-monitor-command ] && echo "$*" | grep -q '"transaction"' && mkdir "$ONCE" 2>/dev/null; then
+    /usr/bin/virsh "$@" >/dev/null
+    echo "error: Timed out during operation" >&2
+    exit 1
+fi
+exec /usr/bin/virsh "$@"
+"#;
+
+#[test]
+fn a_bitmap_of_which_it_is_not_known_when_it_began_is_not_believed() {
+    let Some(world) = World::new("a VM by its name whose QEMU does not answer in time") else { return };
+    world.run(&[]).env("PATH", world.before_virsh(UNANSWERED)).env("ONCE", world.site.path("once")).ok();
+    assert!(world.site.path("once").exists());
+    assert_eq!(world.bitmaps(), []);
+    world.host.writes_on(VM);
+    let said = world.sync_paused();
+    assert!(said.contains("vdb: compared: ") && said.contains("vda: QEMU's bitmap since"), "{said}");
+    world.host.writes_on(VM);
+    assert!(world.sync_paused().contains("vdb: QEMU's bitmap since"));
+}
+
 /// Stands before virsh: once the job was ended, QEMU is not asked.
 const DEAF: &str = r#"#!/bin/sh
 if [ "$2" = domjobabort ]; then touch "$ONCE.ended"; fi

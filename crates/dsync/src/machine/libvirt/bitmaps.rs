@@ -106,8 +106,7 @@ pub(super) fn show(
     parts: &[Part],
     scratch: impl Fn(&Part) -> String,
 ) -> Result<Said, Failure> {
-    let since = |part: &Part| part.has_bitmap() && is_meant(part);
-    if !parts.iter().any(since) {
+    if parts.iter().all(|part| export(part).is_none()) {
         return Ok(Ok(()));
     }
     let said = virsh.monitor("query-named-block-nodes", json!({ "flat": true }))?;

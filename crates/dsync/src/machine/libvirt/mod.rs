@@ -105,13 +105,9 @@ impl Hypervisor for Libvirt {
     }
 
     fn checkpoints(&self) -> Result<Vec<String>, Failure> {
-        let bitmaps = self.bitmaps()?;
-        Ok(bitmaps
-            .into_iter()
-            .chain(self.virsh.checkpoints()?)
-            .collect::<BTreeSet<_>>()
-            .into_iter()
-            .collect())
+        let mut names = self.bitmaps()?;
+        names.extend(self.virsh.checkpoints()?);
+        Ok(names.into_iter().collect())
     }
 
     fn created(&self, checkpoint: &str) -> Result<Option<String>, Failure> {
@@ -213,9 +209,8 @@ impl Backup for LibvirtJob {
         let held = self.hold_begin()?;
         // Until the job shows all that it is to show.
         let _kept = held.try_clone();
-        // Where there is none, the next sync compares.
         let held_too = held.try_clone().map_or_else(|_| Stdio::null(), Stdio::from);
-        let _ = bitmaps::begin(&self.virsh, parts, checkpoint, held_too)?;
+        let followed = bitmaps::begin(&self.virsh, parts, checkpoint, held_too)?;
         let text = parts.iter().any(has_checkpoint).then(|| checkpoint_text(parts, checkpoint));
         let begun = match self.virsh.begin(&self.text(parts), text.as_deref(), held)? {
             Ok(_) => bitmaps::show(&self.virsh, parts, |part| self.scratch(part))?,
@@ -227,6 +222,9 @@ impl Backup for LibvirtJob {
             if text.is_some() {
                 let _ = self.virsh.delete_checkpoint(checkpoint)?;
             }
+        }
+        // One that was refused, and comes all the same, may have begun after the moment: where there is none, the next sync compares.
+        if (followed.is_err() || begun.is_err()) && parts.iter().any(bitmaps::is_meant) {
             let _ = bitmaps::remove(&self.virsh, checkpoint)?;
         }
         Ok(begun)
