@@ -493,3 +493,54 @@ fn neighbours_in_a_sector_lose_nothing() {
         }
     });
 }
+
+/// The bytes outside of what both write are those of the request that wrote them.
+fn parts_beside_whole_units(disk: Arc<dyn Disk>, what: &str) {
+    const LEN: u64 = 128 << 10;
+    let mut queue = disk.clone().queue(64).unwrap();
+    for round in 0..200u64 {
+        let whole = (round + 1) as u8;
+        let at = round * 997 % (LEN - 700);
+        let len = [100, 512, 600][round as usize % 3];
+        let at = if len == 512 { at / 512 * 512 } else { at };
+        for (offset, len, byte) in [(0, LEN, whole), (at, len, !whole)] {
+            let mut buf = Buf::new(len as usize);
+            buf.fill(byte);
+            let (kind, pieces) = (RequestKind::Write { fua: false }, [Piece { offset, len }].into());
+            queue.submit(Request { kind, pieces, buf, token: offset });
+            queue.start();
+        }
+        while let Some(done) = queue.complete(true) {
+            done.result.unwrap_or_else(|e| panic!("{what}: round {round}: {e}"));
+        }
+        disk.flush().unwrap_or_else(|e| panic!("{what}: round {round}: {e}"));
+        let mut found = vec![0; LEN as usize];
+        disk.read_at(0, &mut found).unwrap();
+        let other = found
+            .iter()
+            .enumerate()
+            .find(|(place, byte)| **byte != whole && !(at..at + len).contains(&(*place as u64)));
+        assert!(other.is_none(), "{what}: round {round}: {len} bytes at {at}: {other:?} is not {whole}");
+    }
+}
+
+#[test]
+fn a_part_of_a_unit_undoes_nothing_that_is_in_flight() {
+    let folder = testing::on_disk();
+    let image = folder.path().join("image");
+    File::create(&image).unwrap().set_len(1 << 20).unwrap();
+    parts_beside_whole_units(open(&image, &DIRECT).unwrap(), "file");
+    parts_beside_whole_units(open_without_uring(&image, &DIRECT).unwrap(), "file, by threads");
+    // Its last sector ends beyond it.
+    File::options().write(true).open(&image).unwrap().set_len((1 << 20) + 100).unwrap();
+    parts_beside_whole_units(open(&image, &DIRECT).unwrap(), "file of an odd size");
+    for sector in ["512", "4096"] {
+        let Some(device) = Looped::with(&["--direct-io=on", "--sector-size", sector], 1 << 20) else {
+            return;
+        };
+        parts_beside_whole_units(
+            open(device.path(), &WRITE).unwrap(),
+            &format!("device with sectors of {sector}"),
+        );
+    }
+}

@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use rustix::fs::{Advice, FallocateFlags, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags};
@@ -37,8 +37,8 @@ pub struct DiskOptions {
     pub exclusive: bool,
 }
 
-/// Requests of files are direct in whole pages only: a page that is half direct and half cached could be written
-/// back whole from the cache, over what the direct half has just written.
+/// Where the kernel does not tell what it takes, or a file ends within a sector, requests of files are direct in whole pages only: a page that is
+/// half direct and half cached could be written back whole from the cache, over what the direct half has just written.
 const PAGE: u64 = 4096;
 /// Bounce buffers, and zeroes written by hand.
 const STEP: u64 = 1 << 20;
@@ -55,14 +55,14 @@ pub(crate) struct FileDisk {
     block: bool,
     write: bool,
     len: AtomicU64,
-    /// Direct requests start and end at multiples of this.
-    pub(crate) unit: u64,
+    /// Direct requests start and end at multiples of this, as long as the disk does.
+    unit: u64,
     /// Direct requests use memory at multiples of this.
     memory: usize,
     /// Bytes that the kernel reads ahead.
     ahead: u64,
-    /// Held while a part of a block device's sector is read, changed and written.
-    edges: Mutex<()>,
+    /// Held alone while parts of units are read, changed and written, shared while whole units are: of those, a queue of io_uring minds its own.
+    edges: RwLock<()>,
     /// As if there were no io_uring.
     threads: bool,
     /// The flush that failed, if one has.
@@ -189,8 +189,9 @@ impl FileDisk {
                 direct = open_direct(&plain, &metadata, options);
             }
             if let Some(file) = &direct {
-                unit = PAGE;
-                memory = sys::direct_alignment(file).map_or(PAGE, |(memory, _)| u64::from(memory)) as usize;
+                let asked = sys::direct_alignment(file);
+                (memory, unit) = asked
+                    .map_or((PAGE as usize, PAGE), |(memory, offset)| (memory as usize, u64::from(offset)));
             }
             metadata.len()
         };
@@ -208,7 +209,7 @@ impl FileDisk {
             unit,
             memory,
             ahead: if block { 0 } else { read_ahead(metadata.dev()) },
-            edges: Mutex::new(()),
+            edges: RwLock::new(()),
             threads: false,
         })
     }
@@ -230,16 +231,31 @@ impl FileDisk {
         if self.block { Some(&self.plain) } else { self.direct.as_ref() }
     }
 
+    fn unit(&self) -> u64 {
+        if self.len() % self.unit == 0 { self.unit } else { PAGE }
+    }
+
+    /// True if parts of units go through the page cache. Otherwise they are read, changed and written in whole units.
+    pub(crate) fn caches_parts(&self) -> bool {
+        !self.block && self.unit() == PAGE
+    }
+
     /// True if a request at this place and from this memory can be direct.
     pub(crate) fn fits(&self, offset: u64, memory: usize, len: u64) -> bool {
-        (offset | len) % self.unit == 0 && memory % self.memory == 0
+        (offset | len) % self.unit() == 0 && memory % self.memory == 0
     }
 
     /// The whole units within a range; empty if there are none.
     pub(crate) fn units(&self, offset: u64, len: u64) -> Range<u64> {
-        let end = offset + len;
-        let first = offset.checked_next_multiple_of(self.unit).unwrap_or(end).min(end);
-        first..(end - end % self.unit).max(first)
+        let (unit, end) = (self.unit(), offset + len);
+        let first = offset.checked_next_multiple_of(unit).unwrap_or(end).min(end);
+        first..(end - end % unit).max(first)
+    }
+
+    /// The units that a range touches.
+    pub(crate) fn around(&self, offset: u64, len: u64) -> Range<u64> {
+        let unit = self.unit();
+        offset - offset % unit..(offset + len).next_multiple_of(unit)
     }
 
     pub(crate) fn check(&self, doing: &'static str, offset: u64, len: u64) -> io::Result<()> {
@@ -261,7 +277,7 @@ impl FileDisk {
         let whole = self.units(offset, buf.len() as u64);
         let (head, rest) = buf.split_at_mut((whole.start - offset) as usize);
         let (middle, tail) = rest.split_at_mut((whole.end - whole.start) as usize);
-        self.read_edge(offset, head)?;
+        self.read_edge(direct, offset, head)?;
         if middle.as_ptr() as usize % self.memory == 0 {
             direct.read_exact_at(middle, whole.start)?;
         } else {
@@ -273,18 +289,18 @@ impl FileDisk {
                 from += part.len() as u64;
             }
         }
-        self.read_edge(whole.end, tail)
+        self.read_edge(direct, whole.end, tail)
     }
 
     pub(crate) fn write_raw(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
         let Some(direct) = self.direct() else { return self.plain.write_all_at(buf, offset) };
-        if self.fits(offset, buf.as_ptr() as usize, buf.len() as u64) {
-            return direct.write_all_at(buf, offset);
-        }
         let whole = self.units(offset, buf.len() as u64);
+        let parts = whole != (offset..offset + buf.len() as u64);
+        let _alone = parts.then(|| self.edges.write().unwrap_or_else(PoisonError::into_inner));
+        let _beside = (!parts).then(|| self.edges.read().unwrap_or_else(PoisonError::into_inner));
         let (head, rest) = buf.split_at((whole.start - offset) as usize);
         let (middle, tail) = rest.split_at((whole.end - whole.start) as usize);
-        self.write_edge(offset, head)?;
+        self.write_edge(direct, offset, head)?;
         if middle.as_ptr() as usize % self.memory == 0 {
             direct.write_all_at(middle, whole.start)?;
         } else {
@@ -296,7 +312,7 @@ impl FileDisk {
                 to += part.len() as u64;
             }
         }
-        self.write_edge(whole.end, tail)
+        self.write_edge(direct, whole.end, tail)
     }
 
     /// A write of which this much is durable at its end. `Unsupported` if only parts could be direct.
@@ -306,6 +322,7 @@ impl FileDisk {
             Some(direct) if self.fits(offset, buf.as_ptr() as usize, buf.len() as u64) => direct,
             Some(_) => return Err(io::ErrorKind::Unsupported.into()),
         };
+        let _beside = self.edges.read().unwrap_or_else(PoisonError::into_inner);
         let mut done = 0;
         while done < buf.len() {
             let rest = [io::IoSlice::new(&buf[done..])];
@@ -345,40 +362,38 @@ impl FileDisk {
         self.flushed(Ok(())).and(result)
     }
 
-    /// Reads what is no whole unit: through the page cache of a file, by whole sectors of a block device.
-    fn read_edge(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+    /// Reads what is no whole unit.
+    fn read_edge(&self, direct: &File, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         if buf.is_empty() {
             return Ok(());
         }
-        if !self.block {
+        if self.caches_parts() {
             return self.plain.read_exact_at(buf, offset);
         }
-        let (start, sectors) = self.read_sectors(offset, buf.len() as u64)?;
+        let (start, units) = self.read_units(direct, offset, buf.len() as u64)?;
         let from = (offset - start) as usize;
-        buf.copy_from_slice(&sectors[from..from + buf.len()]);
+        buf.copy_from_slice(&units[from..from + buf.len()]);
         Ok(())
     }
 
-    fn write_edge(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+    fn write_edge(&self, direct: &File, offset: u64, buf: &[u8]) -> io::Result<()> {
         if buf.is_empty() {
             return Ok(());
         }
-        if !self.block {
+        if self.caches_parts() {
             return self.plain.write_all_at(buf, offset);
         }
-        let _alone = self.edges.lock().unwrap_or_else(PoisonError::into_inner);
-        let (start, mut sectors) = self.read_sectors(offset, buf.len() as u64)?;
+        let (start, mut units) = self.read_units(direct, offset, buf.len() as u64)?;
         let from = (offset - start) as usize;
-        sectors[from..from + buf.len()].copy_from_slice(buf);
-        self.plain.write_all_at(&sectors, start)
+        units[from..from + buf.len()].copy_from_slice(buf);
+        direct.write_all_at(&units, start)
     }
 
-    fn read_sectors(&self, offset: u64, len: u64) -> io::Result<(u64, Buf)> {
-        let start = offset - offset % self.unit;
-        let end = (offset + len).next_multiple_of(self.unit);
-        let mut sectors = Buf::new((end - start) as usize);
-        self.plain.read_exact_at(&mut sectors, start)?;
-        Ok((start, sectors))
+    fn read_units(&self, direct: &File, offset: u64, len: u64) -> io::Result<(u64, Buf)> {
+        let around = self.around(offset, len);
+        let mut units = Buf::new((around.end - around.start) as usize);
+        direct.read_exact_at(&mut units, around.start)?;
+        Ok((around.start, units))
     }
 
     /// Zeroes by the kernel's own means. `Unsupported` if it has none, or (with `fast`) none that is fast.
@@ -468,7 +483,7 @@ impl Disk for FileDisk {
     }
 
     fn align(&self) -> u32 {
-        self.unit as u32
+        self.unit() as u32
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {

@@ -18,7 +18,7 @@ use std::time::Duration;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
 use super::FileDisk;
-use crate::disk::{Done, Pieces, Queue, Request, RequestKind};
+use crate::disk::{Disk, Done, Pieces, Queue, Request, RequestKind};
 use crate::error::at;
 
 /// Longer runs are cut, so that a few large requests keep the disk as busy as many small ones.
@@ -187,7 +187,7 @@ impl UringQueue {
         );
         if kind == RequestKind::Flush {
             let act = Act::Flush;
-            self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: true, patient: false });
+            self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: false, patient: false });
         }
         let count = self.waiting.len() - before;
         // One forced write is cheaper than a write and a flush; of many, one flush is.
@@ -231,41 +231,53 @@ impl UringQueue {
         }))
     }
 
-    /// Cuts a run into operations that the kernel takes: what is aligned goes bypassing the page cache, the rest through it.
+    /// Cuts a run into operations that the kernel takes. What is not aligned is executed here.
     fn cut_run(&mut self, act: Act, run: &Run) -> io::Result<()> {
         let Run { slot, memory, offset, from, len } = *run;
-        let op = |range: Range<u64>, plain| Op {
+        let op = |range: Range<u64>| Op {
             slot,
             act,
             offset: range.start,
             at: from + (range.start - offset) as usize,
             len: range.end - range.start,
-            plain,
+            plain: false,
             patient: false,
         };
         if matches!(act, Act::Fallocate { .. }) {
-            self.waiting.push_back(op(offset..offset + len, true));
+            self.waiting.push_back(op(offset..offset + len));
             return Ok(());
         }
-        let whole = self.disk.units(offset, len);
-        let start = memory + from + (whole.start - offset) as usize;
-        let fits = self.disk.fits(whole.start, start, whole.end - whole.start);
-        if self.disk.is_block() && (!fits || whole != (offset..offset + len)) {
+        if !self.disk.fits(offset, memory + from, len) {
             return self.by_hand(slot, act, offset, from, len);
         }
-        if !fits {
-            self.waiting.extend(steps(offset..offset + len).map(|range| op(range, true)));
-            return Ok(());
-        }
-        for (range, plain) in
-            [(offset..whole.start, true), (whole.clone(), false), (whole.end..offset + len, true)]
-        {
-            self.waiting.extend(steps(range).map(|range| op(range, plain)));
-        }
+        self.waiting.extend(steps(offset..offset + len).map(op));
         Ok(())
     }
 
-    /// Reads or writes what a block device takes from the ring neither whole nor in parts.
+    /// Waits for this queue's operations in flight in the units of which a request writes parts: read, changed and written whole, such a unit
+    /// would lose what is written meanwhile.
+    fn let_finish(&mut self, request: &Request) {
+        if !matches!(request.kind, RequestKind::Write { .. } | RequestKind::Zero { .. }) {
+            return;
+        }
+        for piece in &request.pieces {
+            let (offset, len) = (piece.offset, piece.len);
+            if offset.checked_add(len).is_none_or(|end| end > self.disk.len())
+                || self.disk.units(offset, len) == (offset..offset + len)
+            {
+                continue;
+            }
+            let around = self.disk.around(offset, len);
+            let there = |op: &Op| op.offset < around.end && around.start < op.offset + op.len;
+            while self.flying.iter().flatten().chain(&self.waiting).any(there) {
+                self.fill();
+                self.enter(1);
+                self.reap();
+            }
+        }
+    }
+
+    /// Reads or writes what the ring does not take: other than whole units, or from memory that is not aligned.
     fn by_hand(&mut self, slot: usize, act: Act, offset: u64, from: usize, len: u64) -> io::Result<()> {
         let Some(held) = self.slots[slot].as_mut() else { return Ok(()) };
         // No operation uses this part of the buffer, but others may use the rest: so a slice of this part alone.
@@ -298,6 +310,7 @@ impl UringQueue {
     fn entry(&self, op: &Op, held: &Slot) -> squeue::Entry {
         let file = match op.act {
             Act::Flush => &self.flushed,
+            Act::Fallocate { .. } => &self.disk.plain,
             _ if op.plain => &self.disk.plain,
             _ => self.disk.direct().unwrap_or(&self.disk.plain),
         };
@@ -373,7 +386,7 @@ impl UringQueue {
             }
             // Refused for its alignment: use the page cache.
             (Act::Read | Act::Write { .. }, error)
-                if error == -libc::EINVAL && !op.plain && !self.disk.is_block() =>
+                if error == -libc::EINVAL && !op.plain && self.disk.caches_parts() =>
             {
                 return self.again(Op { plain: true, ..op });
             }
@@ -393,9 +406,8 @@ impl UringQueue {
                 let count = u64::from(count.unsigned_abs());
                 let (offset, from, len) = (op.offset + count, op.at + count as usize, op.len - count);
                 let memory = self.slots[op.slot].as_ref().map_or(0, |held| held.memory as usize);
-                let fits = self.disk.fits(offset, memory + from, len);
-                if fits || !self.disk.is_block() {
-                    return self.again(Op { offset, at: from, len, plain: op.plain || !fits, ..op });
+                if op.plain || self.disk.fits(offset, memory + from, len) {
+                    return self.again(Op { offset, at: from, len, ..op });
                 }
                 self.by_hand(op.slot, op.act, offset, from, len)
             }
@@ -427,7 +439,7 @@ impl UringQueue {
         if held.error.is_none() && std::mem::take(&mut held.then_flush) {
             held.left = 1;
             let act = Act::Flush;
-            self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: true, patient: false });
+            self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: false, patient: false });
             return;
         }
         if let Some(held) = self.slots[slot].take() {
@@ -448,6 +460,7 @@ impl UringQueue {
 
 impl Queue for UringQueue {
     fn submit(&mut self, mut request: Request) {
+        self.let_finish(&request);
         let memory = request.buf.memory();
         let held = Slot { request, memory, left: 0, error: None, then_flush: false };
         let slot = self.free_slots.pop().unwrap_or(self.slots.len());
