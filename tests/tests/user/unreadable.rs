@@ -3,7 +3,7 @@
 
 use std::os::unix::net::UnixStream;
 
-use device::{Buf, DiskOptions, Piece, Request, RequestKind};
+use device::{Buf, DiskOptions, Pieces, Request, RequestKind};
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Attached, Mount, Worn};
 use dsync_tests::scene::number;
@@ -304,26 +304,22 @@ fn a_flush_that_failed_is_never_followed_by_one_that_succeeds() {
     let options = DiskOptions { write: true, direct: true, exclusive: false };
     let disk = device::open(&image, &options).expect("the image");
     let queue = || disk.clone().queue(4).expect("a queue");
-    let request = |kind, len: usize| {
-        let pieces = (len > 0).then_some(Piece { offset: 512, len: len as u64 });
-        Request {
-            kind,
-            pieces: pieces.into_iter().collect(),
-            buf: Buf::from(vec![7; len].as_slice()),
-            token: 0,
-        }
+    let flush = || Request {
+        kind: RequestKind::Flush,
+        pieces: Pieces::new(),
+        buf: Buf::new(0),
+        token: 0,
     };
     let (mut first, mut second) = (queue(), queue());
-    second.submit(request(RequestKind::Write { fua: false }, 512));
-    second.complete(true).expect("the write").result.expect("it is in memory");
+    image::scribble(&image, 0, BLOCK, &mut random);
     std::fs::write(&fails, "").expect("a file");
-    first.submit(request(RequestKind::Flush, 0));
+    first.submit(flush());
     first.start();
     let Some(completion) = first.wait_fd() else { return skipped(what, "there is no io_uring") };
     let mut ready = [PollFd::new(&completion, PollFlags::IN)];
     poll(&mut ready, None).expect("its end");
     std::fs::remove_file(&fails).expect("the file");
-    second.submit(request(RequestKind::Flush, 0));
+    second.submit(flush());
     second.complete(true).expect("the flush").result.expect_err("it cannot be written");
     first.complete(true).expect("the flush").result.expect_err("it cannot be written");
 }
