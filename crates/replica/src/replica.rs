@@ -577,13 +577,12 @@ impl Replica {
     pub fn disown(mut self) -> Result<()> {
         self.announce()?;
         self.lose_readers("the replica was forgotten")?;
+        let begun = self.writes_to() == Name::Temporary;
         // First what makes it a replica: what is left after a crash belongs to nothing.
         self.remove(crate::state::lineage::NAME)?;
         self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
-        if !self.destination.is_device() {
-            self.destination
-                .remove()
-                .map_err(io_error("remove the copy begun for", self.destination.path()))?;
+        if begun {
+            self.remove_partial()?;
         }
         for name in self.folder.list().map_err(io_error("look into", self.folder.path()))? {
             if name != FolderLock::NAME {

@@ -62,6 +62,9 @@ pub struct Summary {
     pub dry_run: bool,
     /// What became of the digests that were to be kept.
     pub digests: Option<String>,
+    /// They stood for the replica, which was not read.
+    #[serde(skip)]
+    pub by_digests: bool,
     /// What could not be read at the source, and is missing at the replica.
     pub unreadable: ListedExtents,
     /// What could not be read at the replica, and was sent, whatever it held.
@@ -118,6 +121,7 @@ impl Summary {
             resumed: false,
             dry_run,
             digests: None,
+            by_digests: false,
             unreadable: ListedExtents::default(),
             unreadable_there: ListedExtents::default(),
             recovered: None,

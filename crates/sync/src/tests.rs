@@ -79,14 +79,8 @@ fn a_lying_replica_is_found_out() {
     let json = |text: &str| Message { kind: CLAIM, head: text.into(), ..Message::default() };
     let committed = |kind| Message {
         kind,
-        head: serde_json::to_vec(&CommitReply {
-            epoch: Epoch { number: 9, id: Uuid::from_u128(9) },
-            bytes_written: 0,
-            bytes_read: 0,
-            digests: None,
-            warnings: Vec::new(),
-        })
-        .unwrap(),
+        head: serde_json::to_vec(&CommitReply::nothing_written(Epoch { number: 9, id: Uuid::from_u128(9) }))
+            .unwrap(),
         ..Message::default()
     };
     type Lie = (&'static str, Box<dyn Fn() -> Vec<Message>>);
@@ -255,9 +249,7 @@ fn another_epoch_than_the_one_sent_is_not_taken_for_committed() {
         let _ = sender.send_json(STATUS, &nothing);
         while receiver.recv().is_ok_and(|message| message.is_some_and(|message| message.kind != TRAILER)) {}
         let epoch = Epoch { number: 9, id: Uuid::from_u128(9) };
-        let committed =
-            CommitReply { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() };
-        let _ = sender.send_json(COMMITTED, &committed);
+        let _ = sender.send_json(COMMITTED, &CommitReply::nothing_written(epoch));
         let _ = sender.finish();
         while let Ok(Some(_)) = receiver.recv() {}
     });

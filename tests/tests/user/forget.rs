@@ -246,3 +246,12 @@ fn a_first_copy_that_was_killed_is_given_up_by_one_command() {
     scene.replica = device.device().to_path_buf();
     give_up(&scene);
 }
+
+#[test]
+fn a_file_of_another_that_is_named_as_an_unfinished_copy_stays() {
+    let scene = Scene::synced("another's partial", MIB);
+    let partial = scene.replica.with_extension("raw.partial");
+    std::fs::write(&partial, b"somebody's file").expect("a file");
+    scene.site.dsync(["forget"]).arg(&scene.replica).ok();
+    assert_eq!(std::fs::read(&partial).expect("the file"), b"somebody's file");
+}

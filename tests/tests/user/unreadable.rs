@@ -304,12 +304,7 @@ fn a_flush_that_failed_is_never_followed_by_one_that_succeeds() {
     let options = DiskOptions { write: true, direct: true, exclusive: false };
     let disk = device::open(&image, &options).expect("the image");
     let queue = || disk.clone().queue(4).expect("a queue");
-    let flush = || Request {
-        kind: RequestKind::Flush,
-        pieces: Pieces::new(),
-        buf: Buf::new(0),
-        token: 0,
-    };
+    let flush = || Request { kind: RequestKind::Flush, pieces: Pieces::new(), buf: Buf::new(0), token: 0 };
     let (mut first, mut second) = (queue(), queue());
     image::scribble(&image, 0, BLOCK, &mut random);
     std::fs::write(&fails, "").expect("a file");

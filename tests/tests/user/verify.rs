@@ -393,6 +393,72 @@ fn what_was_not_compared_is_not_cleared() {
     image::assert_equal(&near.disk, &far.disk);
 }
 
+/// Digests tell what the replica held once.
+#[test]
+fn after_a_verification_that_found_differences_no_digests_stand_for_the_replica() {
+    let mut random = Random::new("damage and digests");
+    let site = Site::new();
+    let (disk, replica) = (site.image("disk.raw", 8 * MIB), site.path("vm.raw"));
+    image::random(&disk, 8 * MIB, &mut random);
+    let sync = || site.sync(&disk, &replica, &["--digests"]).ok().summary();
+    let verify = || site.dsync(["verify"]).arg(&disk).arg(&replica).arg("--json");
+    sync();
+    for changed in [false, true] {
+        flip(&replica, 0..MIB, 3, &mut random);
+        restamp(&replica);
+        if changed {
+            std::thread::sleep(Duration::from_millis(50));
+            image::scribble(&disk, 2 * MIB, BLOCK, &mut random);
+        }
+        // Where nothing else tells what changed, a difference is not called damage.
+        let found = verify().code(5).summary();
+        assert_eq!(found["trust"] == "exact", !changed, "{found}");
+        let tallied = || site.dsync(["status"]).arg(&disk).ok().text().contains("when verified on");
+        assert_eq!(tallied(), !changed);
+        let summary = site.sync(&disk, &replica, &["--digests", "--method", "compare"]).ok().summary();
+        let digests = summary["digests"].as_str().expect("what became of them");
+        assert!(digests.contains("a verification found differences"), "{summary}");
+        assert!(!tallied());
+        image::assert_equal(&disk, &replica);
+        image::scribble(&disk, 3 * MIB, BLOCK, &mut random);
+        assert_eq!(sync()["digests"], "used");
+        verify().ok();
+    }
+}
+
+/// A repair that is cut off leaves nothing half done behind, keeps the way back, and what it found is not forgotten.
+#[test]
+fn a_repair_that_is_cut_off_has_changed_nothing() {
+    let mut random = Random::new("a repair that is cut off");
+    let (near, far) = (Host::with_disk(16 * MIB, &mut random), Host::new());
+    near.write(0..16 * MIB / BLOCK, &mut random);
+    near.sync(&far, &["--keep", "24h"]).ok();
+    near.write([1], &mut random);
+    near.sync(&far, &[]).ok();
+    for kill in [true, false] {
+        damage(&far, 0..16 * MIB, 2000, &mut random);
+        let was = std::fs::read(&far.disk).expect("the replica");
+        let mut repair = near.towards(&far, &["verify", "--repair", "--bwlimit", "1M"]).start();
+        until("some of it has arrived", || {
+            far.disk.with_file_name(".vm.raw.dsync/journal").metadata().is_ok_and(|file| file.len() > MIB)
+        });
+        if kill {
+            repair.kill();
+        } else {
+            repair.signal(rustix::process::Signal::TERM);
+            until("it has ended", || repair.ended().is_some());
+        }
+        drop(repair);
+        let summary = near.sync(&far, &[]).ok().summary();
+        assert_eq!(number(&summary, "bytes_written"), 0, "{summary}");
+        assert!(std::fs::read(&far.disk).expect("the replica") == was, "half of it was merged");
+        near.towards(&far, &["verify", "--repair"]).ok();
+        let kept = far.run(&["rewind"]).ok().text();
+        assert!(kept.contains("epoch 2, from before a repair"), "{kept}");
+        image::assert_equal(&near.disk, &far.disk);
+    }
+}
+
 #[test]
 fn a_file_that_nobody_serves_is_verified_too() {
     let mut random = Random::new("plain file");
@@ -496,10 +562,17 @@ fn sectors_that_cannot_be_read() {
     let first = (16 * MIB - 3 * BLOCK).to_string();
     verify(&[]).code(1).says(&[&first]);
     // The rest is looked at.
+    let sound = std::fs::read(&replica).expect("the replica");
     flip(&replica, 0..8 * MIB, 2, &mut random);
     let found = verify(&["--keep-going"]).code(1).summary();
     assert_eq!(number(&found["unreadable"], "bytes"), 3 * BLOCK, "{found}");
     assert_eq!(number(&found["differing"], "bytes"), 2 * BLOCK, "{found}");
+    // What is known to differ may be in what could not be read.
+    std::fs::write(&replica, sound).expect("the replica");
+    let found = verify(&["--keep-going"]).code(1).summary();
+    assert_eq!(number(&found["differing"], "bytes"), 0, "{found}");
+    let known = site.dsync(["status"]).arg(device.device()).output().text();
+    assert!(known.contains("when verified on"), "{known}");
 }
 
 /// What others have changed is repaired, the repair is cut off, and every word on the way leads to its end.

@@ -112,8 +112,9 @@ fn say(verified: &Verified, output: &Output) {
         ));
     }
     if verified.trust != "exact" {
+        let rest = if verified.differs() { "; \"dsync sync\" sends them" } else { "" };
         output.warn(&format!(
-            "new changes at the source since epoch {} are not known: {}",
+            "new changes at the source since epoch {} are not known: {}{rest}",
             verified.epoch, verified.trust
         ));
     }

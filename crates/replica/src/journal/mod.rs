@@ -94,6 +94,11 @@ impl Contents {
         self.segments.last().map(JournalSegment::resume)
     }
 
+    /// True if a part is of a batch, or of a repair at the replica's own epoch: no next delta goes on from that.
+    pub(crate) fn leads_nowhere(&self) -> bool {
+        self.segments.iter().any(|part| part.header.batch || part.header.partial)
+    }
+
     /// The contents without the trailer: something for the next delta to go on from.
     pub(crate) fn without_trailer(mut self) -> Contents {
         if self.whole {

@@ -14,6 +14,8 @@ use crate::state::role::now;
 
 /// The file's name in the replica's folder.
 const NAME: &str = "verdict";
+/// The name of the empty file that is there while the digests of the replica are not believed.
+const DOUBTED: &str = "digests-doubted";
 
 /// A replica differed from its source, and was not repaired since.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -128,6 +130,28 @@ impl Replica {
         Ok(())
     }
 
+    /// True if something else than commits has changed what the replica holds, or may have: digests that were kept of it are not believed.
+    ///
+    /// # Errors
+    /// If it cannot be told.
+    pub fn doubts_digests(&self) -> Result<bool> {
+        match self.state().open(DOUBTED, false) {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(io_error("open", &self.folder().join(DOUBTED))(error)),
+        }
+    }
+
+    /// Has the next comparison read the replica, whatever digests were kept of it: a verification found differences, or it is brought back
+    /// to what it held before. Durable on return.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn doubt_digests(&self) -> Result<()> {
+        let made = self.state().open(DOUBTED, true).and_then(|_| self.state().sync());
+        made.map_err(io_error("create", &self.folder().join(DOUBTED)))
+    }
+
     fn store_verdict(&self, found: Verdict) -> Result<()> {
         let (folder, path) = (self.state(), self.folder().join(NAME));
         let bytes = serde_json::to_vec(&found).map_err(|e| io_error("write", &path)(e.into()))?;
@@ -167,6 +191,9 @@ impl Replica {
 
     /// Notes that so much was committed. What cannot be written is found again.
     pub fn note_committed(&self, coverage: Coverage) {
+        if coverage == Coverage::Whole {
+            let _ = self.state().remove(DOUBTED);
+        }
         let least = |found: Verdict| if found.until_sync { Coverage::Changed } else { Coverage::Whole };
         if self.verdict().is_some_and(|found| coverage >= least(found)) {
             let _ = self.note_verdict(0, 0, false);

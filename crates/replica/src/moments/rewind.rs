@@ -185,6 +185,8 @@ impl Replica {
         };
         self.herald_back()?;
         self.note_return(moment.epoch.number, state)?;
+        // A repair has mended what it held then with what it holds now.
+        self.doubt_digests()?;
         self.note_rewind(&moment)?;
         // To make room, the moment itself might be dropped.
         self.set_rewinds(true);

@@ -319,9 +319,7 @@ impl Replica {
                 Arriving::Useless
             }
             // It leads to no epoch: by the name of the one before, the delta of another branch would go on from it.
-            Some(contents) if !contents.whole && contents.segments.iter().any(|part| part.header.batch) => {
-                Arriving::Useless
-            }
+            Some(contents) if !contents.whole && contents.leads_nowhere() => Arriving::Useless,
             Some(contents) if !contents.whole => Arriving::Part,
             Some(contents) if contents.stream().is_some_and(|stream| self.has(stream)) => Arriving::Useless,
             // The group has not committed it, and nobody else will.

@@ -205,7 +205,8 @@ fn cut_everywhere(
             assert!(assert_moments(source, &world, &what).contains(&at), "{what}");
             let left: Vec<String> = world.names();
             let known = |name: &String| {
-                ["lineage", "vm.raw", "past"].contains(&&name[..]) || name.starts_with("undo-")
+                ["lineage", "vm.raw", "past", "digests-doubted"].contains(&&name[..])
+                    || name.starts_with("undo-")
             };
             assert!(left.iter().all(known), "{what}: left over: {left:?}");
         }

@@ -282,8 +282,13 @@ impl ReplicaEnd<'_> {
                 (VERDICT, Some(replica)) => {
                     let found: VerifyFinding = message.json()?;
                     // The source knows it, whether it can be written down here or not.
-                    let VerifyFinding { bytes_differing, bytes_repaired, but_changed } = found;
-                    let _ = replica.note_verdict(bytes_differing, bytes_repaired, but_changed);
+                    let VerifyFinding { bytes_differing, bytes_repaired, but_changed, inexact } = found;
+                    if bytes_differing > 0 {
+                        let _ = replica.doubt_digests();
+                    }
+                    if !inexact {
+                        let _ = replica.note_verdict(bytes_differing, bytes_repaired, but_changed);
+                    }
                 }
                 (FAILED, _) => return Err(unexpected(&message)),
                 _ => {}
@@ -391,7 +396,7 @@ impl ReplicaEnd<'_> {
         open: &Open,
         plan: Plan,
     ) -> Result<Taken, SyncError> {
-        let ReplicaEnd { sender, receiver, progress, .. } = *self;
+        let ReplicaEnd { receiver, progress, .. } = *self;
         let expected = match plan.data {
             0 if plan.resends => ExpectedBytes::Countable,
             0 => ExpectedBytes::Unknown,
@@ -417,27 +422,13 @@ impl ReplicaEnd<'_> {
         }
         let (seen, at_end, mut replaced) = (kept.as_ref(), AtEnd::of(&plan), 0);
         // By kept digests the source is compared with what the replica held once.
-        let covers = if seen.is_some() { receipt.covers().min(Coverage::Changed) } else { receipt.covers() };
+        let by_digests = plan.compare.is_some() && seen.is_some_and(ReplicaDigests::stand);
+        let covers = if by_digests { receipt.covers().min(Coverage::Changed) } else { receipt.covers() };
+        let mends = receipt.header().is_some_and(|header| header.partial);
         let taken = match (&plan.compare, disk) {
-            (Some(scope), Some(disk)) => std::thread::scope(|threads| {
-                let answering =
-                    std::thread::Builder::new().name("answer".into()).spawn_scoped(threads, move || {
-                        self.answer(&disk, scope, seen).map_err(|error| {
-                            let error = SyncError::of_replica(error);
-                            // The source waits for the rest, and this side for the source's reply.
-                            let _ = sender.send_json(FAILED, &Failed::of(&error));
-                            error
-                        })
-                    });
-                let answering = answering.map_err(SyncError::io("start a thread"))?;
-                let received = self.take_units(receipt, seen, at_end, |frame| replaced += bytes_of(frame));
-                match answering.join() {
-                    // A link that broke during the answers broke for the units too, with a better error there.
-                    Ok(Err(error)) if received.is_ok() => Err(error),
-                    Ok(_) => received,
-                    Err(panic) => std::panic::resume_unwind(panic),
-                }
-            })?,
+            (Some(scope), Some(disk)) => self.while_answering((&disk, scope, seen), || {
+                self.take_units(receipt, seen, at_end, |frame| replaced += bytes_of(frame))
+            }),
             _ => {
                 let mut done = 0;
                 self.take_units(receipt, seen, at_end, |frame| match &plan.rolling {
@@ -450,19 +441,54 @@ impl ReplicaEnd<'_> {
                         done += bytes_of(frame);
                         progress(done, plan.bytes);
                     }
-                })?
+                })
             }
         };
+        let taken = taken.inspect_err(|_| {
+            if mends && replaced > 0 {
+                // What was found so far is not repaired.
+                let _ = replica.note_verdict(replaced, 0, false);
+                let _ = replica.doubt_digests();
+            }
+        })?;
         Ok(match taken {
             Taken::Committed(mut committed) => {
                 replica.note_committed(covers);
                 note_damage(replica, (&status, committed.epoch), (covers, replaced));
                 committed.warnings = replica.take_warnings();
+                committed.by_digests = by_digests;
                 committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
                 Taken::Committed(committed)
             }
             Taken::Prepared(_) => Taken::Prepared(covers),
             Taken::Kept => Taken::Kept,
+        })
+    }
+
+    /// Sends digests while the delta comes that is made of them.
+    fn while_answering(
+        &self,
+        (disk, scope, kept): (&Arc<dyn Disk>, &Scope, Option<&ReplicaDigests>),
+        take: impl FnOnce() -> Result<Taken, SyncError>,
+    ) -> Result<Taken, SyncError> {
+        std::thread::scope(|threads| {
+            let answering =
+                std::thread::Builder::new().name("answer".into()).spawn_scoped(threads, move || {
+                    self.answer(disk, scope, kept).map_err(|error| {
+                        let error = SyncError::of_replica(error);
+                        // The source waits for the rest, and this side for the source's reply.
+                        let _ = self.sender.send_json(FAILED, &Failed::of(&error));
+                        error
+                    })
+                });
+            let answering = answering.map_err(SyncError::io("start a thread"))?;
+            let received = take();
+            match answering.join() {
+                // A link that broke during the answers broke for the units too, with a better error there.
+                Ok(Err(error)) if received.is_ok() => Err(error),
+                Ok(_) => received,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
         })
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use delta::Method;
-use source::{Counter, Handle, Work};
+use source::{Counter, Handle, LastVerify, Work};
 
 use crate::conflict::with_ends;
 use crate::error::{Class, SyncError};
@@ -142,7 +142,7 @@ impl Account {
             // What compares or sends all of it leaves nothing that differs, unless kept digests stood for the replica, or a part was compared before.
             let whole = matches!(summary.method, Method::Compare | Method::Rolling | Method::Copy);
             let in_part = summary.resumed && summary.method == Method::Compare;
-            let proven = whole && summary.digests.is_none() && !in_part;
+            let proven = whole && !summary.by_digests && !in_part;
             for verified in tally.verified.iter_mut().filter(|verified| proven || verified.until_sync) {
                 (verified.repaired, verified.until_sync) = (true, false);
             }
@@ -186,6 +186,13 @@ impl Account {
             });
         }
         self.ended(result, |tally, _| tally.succeed());
+    }
+
+    /// A verification that did not end has found differences.
+    pub(crate) fn found(&self, found: LastVerify) {
+        if let Some(counter) = &self.counter {
+            counter.count(|tally| tally.verified = Some(found));
+        }
     }
 
     /// Work has ended: what is to be counted if it succeeded.

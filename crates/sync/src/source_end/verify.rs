@@ -120,6 +120,9 @@ pub struct Verified {
     pub unreadable_there: ListedExtents,
     /// What differed was sent and committed.
     pub repaired: bool,
+    /// It is known what changed since: every difference is damage.
+    #[serde(skip)]
+    pub exact: bool,
     /// Blocks that changed since the replica's epoch were not compared.
     #[serde(skip)]
     pub passed_over: bool,
@@ -174,6 +177,7 @@ pub(crate) fn verify_over(
         account.progress(done, total);
         progress(done, total);
     };
+    let mut unfinished = 0;
     let verified = (|| {
         let (began, traffic) = (Instant::now(), sender.traffic());
         let replica = replica_for_verify(destination, options).beside(handle)?;
@@ -196,7 +200,10 @@ pub(crate) fn verify_over(
         };
         let mut verified = match accepted {
             Some(verified) => verified,
-            None => Proof::begin(handle, status, options)?.conclude(sender, receiver, name, &totals)?,
+            None => {
+                let proof = Proof::begin(handle, status, options)?;
+                proof.conclude(sender, receiver, name, &totals, &mut unfinished)?
+            }
         };
         verified.bytes_read = totals.read.load(Relaxed);
         verified.bytes_sent = traffic.sent();
@@ -204,6 +211,9 @@ pub(crate) fn verify_over(
         verified.seconds = began.elapsed().as_secs_f64();
         Ok(verified)
     })();
+    if unfinished > 0 {
+        account.found(LastVerify::now(unfinished, false));
+    }
     account.ended(&verified, |tally, verified: &Verified| {
         tally.bytes_sent += verified.bytes_sent;
         if verified.repaired && options.ranges.is_empty() {
@@ -211,11 +221,14 @@ pub(crate) fn verify_over(
             tally.succeed();
         }
         let found = LastVerify::now(verified.differing.bytes, verified.repaired);
+        let in_part = !options.ranges.is_empty() || verified.unreadable.extents > 0;
         match &mut tally.verified {
+            // What differs may have changed at the source.
+            _ if !verified.exact && found.differs() => {}
             // All of it has changed since: nothing was looked at.
             _ if verified.passed_over && verified.bytes_changed_since >= verified.bytes_compared => {}
             // What was found before may be in blocks that were not looked at.
-            Some(before) if before.differs() && !found.differs() && !options.ranges.is_empty() => {}
+            Some(before) if before.differs() && !found.differs() && in_part => {}
             Some(before) if before.differs() && !found.differs() && verified.passed_over => {
                 before.until_sync = true;
             }
@@ -338,16 +351,20 @@ impl<'a> Proof<'a> {
         Ok(Some(verified))
     }
 
-    /// Compares, repairs if requested, and tells the replica what was found.
+    /// Compares, repairs if requested, and tells the replica what was found. Of one that does not end, `unfinished` is what is known to
+    /// differ, in bytes.
     fn conclude(
         &self,
         sender: &Sender,
         receiver: &Receiver,
         name: &str,
         totals: &RunningTotals<'_>,
+        unfinished: &mut u64,
     ) -> Result<Verified, SyncError> {
         let mut verified = self.verified(name);
-        self.run(sender, receiver, &mut verified, totals)?;
+        self.run(sender, receiver, &mut verified, totals).inspect_err(|_| {
+            *unfinished = if verified.exact { verified.differing.bytes } else { 0 };
+        })?;
         self.tell(sender, &mut verified);
         Ok(verified)
     }
@@ -360,16 +377,18 @@ impl<'a> Proof<'a> {
         }
     }
 
-    /// What the replica is to be told: how much of it is damaged. `None` if that is not known, because differences may be changes, or because
-    /// only a part was looked at.
+    /// What the replica is to be told: how much of it is damaged, or how much of it differs. `None` if nothing is known of the rest: because
+    /// only a part was looked at, or nothing of what changed.
     fn found(&self, verified: &Verified) -> Option<VerifyFinding> {
         let (left, bytes_repaired) =
             if verified.repaired { (0, verified.differing.bytes) } else { (verified.differing.bytes, 0) };
-        let says = self.lost.is_none() && (left > 0 || self.options.ranges.is_empty());
+        let whole = self.options.ranges.is_empty() && verified.unreadable.extents == 0;
+        let says = left > 0 || whole && verified.exact;
         says.then(|| VerifyFinding {
             bytes_differing: left,
             bytes_repaired,
             but_changed: self.passes_over(verified),
+            inexact: !verified.exact,
         })
     }
 
@@ -417,6 +436,7 @@ impl<'a> Proof<'a> {
             unreadable: ListedExtents::default(),
             unreadable_there: ListedExtents::default(),
             repaired: false,
+            exact: self.lost.is_none(),
             passed_over: false,
             epoch_after: self.epoch.number,
             bytes_read: 0,

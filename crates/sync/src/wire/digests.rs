@@ -65,11 +65,19 @@ impl ReplicaDigests {
         let opened = opened.map_err(SyncError::io("open the digest file"))?;
         let (file, told) = match opened {
             Ok(_) if adopts => (None, "the replica was adopted".into()),
+            Ok(_) if replica.doubts_digests()? => {
+                (None, "a verification found differences, or the replica was rewound".into())
+            }
             Ok(file) => (Some(file), String::new()),
             Err(why) => (None, why),
         };
         let (hash, good) = (asked.hash, file.is_some());
         Ok(ReplicaDigests { folder, name, hash, good, keeps: true, file: Mutex::new(file), told })
+    }
+
+    /// True if they stand for the replica, which is not read.
+    pub(crate) fn stand(&self) -> bool {
+        self.good
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<DigestFile>> {

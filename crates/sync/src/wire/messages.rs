@@ -80,7 +80,7 @@ pub(crate) const COMMIT_GROUP: u8 = 18;
 pub(crate) const GROUP_COMMITTED: u8 = 19;
 pub(crate) const VERDICT: u8 = 20;
 
-/// What a verification found of which it is known what changed since.
+/// What a verification found.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct VerifyFinding {
     /// Bytes that differ, now that it has ended; 0 if they were repaired.
@@ -90,6 +90,9 @@ pub(crate) struct VerifyFinding {
     pub bytes_repaired: u64,
     /// Blocks that changed since the replica's epoch were not compared.
     pub but_changed: bool,
+    /// What differs may be changes of the source.
+    #[serde(default)]
+    pub inexact: bool,
 }
 
 /// Opens a replica.
@@ -339,6 +342,9 @@ pub(crate) struct CommitReply {
     pub bytes_read: u64,
     /// What became of the requested digests.
     pub digests: Option<String>,
+    /// They stood for the replica, which was not read.
+    #[serde(default)]
+    pub by_digests: bool,
     /// What the user should know of the commit.
     pub warnings: Vec<String>,
 }
@@ -346,17 +352,22 @@ pub(crate) struct CommitReply {
 impl CommitReply {
     /// The replica is at this epoch, and nothing was to be written.
     pub(crate) fn nothing_written(epoch: Epoch) -> CommitReply {
-        CommitReply { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() }
+        CommitReply {
+            epoch,
+            bytes_written: 0,
+            bytes_read: 0,
+            digests: None,
+            by_digests: false,
+            warnings: Vec::new(),
+        }
     }
 
     /// What a replica says of a commit.
     pub(crate) fn of(committed: &replica::Committed) -> CommitReply {
         CommitReply {
-            epoch: committed.epoch,
             bytes_written: committed.bytes_written,
             bytes_read: committed.bytes_read,
-            digests: None,
-            warnings: Vec::new(),
+            ..CommitReply::nothing_written(committed.epoch)
         }
     }
 }

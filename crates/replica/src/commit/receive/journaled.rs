@@ -302,6 +302,10 @@ impl ToJournal {
             replica.give_up_journal();
             return Ok(());
         }
+        if !contents.whole && decoder.header().is_some_and(|header| header.partial) {
+            replica.give_up_journal();
+            return Ok(());
+        }
         replica.set_journal((!contents.segments.is_empty()).then_some(contents));
         Ok(())
     }
