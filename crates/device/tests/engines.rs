@@ -524,6 +524,48 @@ fn parts_beside_whole_units(disk: Arc<dyn Disk>, what: &str) {
     }
 }
 
+/// Two queues change the two halves of a unit at the same time, one by zeroing: neither undoes what the other has done.
+fn zeroes_beside_a_part(disk: &Arc<dyn Disk>, what: &str) {
+    let request = |kind, offset, len: u64| {
+        let mut buf = Buf::new(if matches!(kind, RequestKind::Write { .. }) { len as usize } else { 0 });
+        buf.fill(7);
+        Request { kind, pieces: [Piece { offset, len }].into(), buf, token: 0 }
+    };
+    let zero = RequestKind::Zero { unmap: false, fast: false, fua: false };
+    let kinds = [(zero, 0, 300), (RequestKind::Write { fua: false }, 400, 100)];
+    for start in (0..disk.len() - 511).step_by(512).take(1000) {
+        disk.write_at(start, &[9; 512]).unwrap();
+        std::thread::scope(|scope| {
+            for (kind, from, len) in kinds {
+                scope.spawn(move || {
+                    let mut queue = disk.clone().queue(4).unwrap();
+                    queue.submit(request(kind, start + from, len));
+                    queue.start();
+                    queue.complete(true).unwrap().result.unwrap();
+                });
+            }
+        });
+        let mut found = [1; 512];
+        disk.read_at(start, &mut found).unwrap();
+        assert!(found[..300].iter().all(|byte| *byte == 0), "{what}: zeroes at {start} are lost");
+        assert!(found[400..500].iter().all(|byte| *byte == 7), "{what}: a write at {start} is lost");
+    }
+}
+
+#[test]
+fn a_zeroing_of_a_part_and_a_write_of_another_lose_nothing() {
+    let folder = testing::on_disk();
+    for size in [1 << 20, (1 << 20) + 100] {
+        let image = folder.path().join(size.to_string());
+        File::create(&image).unwrap().set_len(size).unwrap();
+        zeroes_beside_a_part(&open(&image, &DIRECT).unwrap(), "file");
+        zeroes_beside_a_part(&open_without_uring(&image, &DIRECT).unwrap(), "file, by threads");
+        zeroes_beside_a_part(&open(&image, &WRITE).unwrap(), "cached file");
+    }
+    let Some(device) = Looped::with(&["--direct-io=on"], 1 << 20) else { return };
+    zeroes_beside_a_part(&open(device.path(), &WRITE).unwrap(), "device");
+}
+
 #[test]
 fn a_part_of_a_unit_undoes_nothing_that_is_in_flight() {
     let folder = testing::on_disk();

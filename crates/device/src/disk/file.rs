@@ -37,8 +37,8 @@ pub struct DiskOptions {
     pub exclusive: bool,
 }
 
-/// Where the kernel does not tell what it takes, or a file ends within a sector, requests of files are direct in whole pages only: a page that is
-/// half direct and half cached could be written back whole from the cache, over what the direct half has just written.
+/// What a direct request takes where the kernel does not tell. A file that ends within a unit has its last page in the page cache, all of it: one that
+/// is half direct and half cached could be written back whole from the cache, over what the direct half has just written.
 const PAGE: u64 = 4096;
 /// Bounce buffers, and zeroes written by hand.
 const STEP: u64 = 1 << 20;
@@ -55,13 +55,14 @@ pub(crate) struct FileDisk {
     block: bool,
     write: bool,
     len: AtomicU64,
-    /// Direct requests start and end at multiples of this, as long as the disk does.
+    /// Direct requests start and end at multiples of this.
     unit: u64,
     /// Direct requests use memory at multiples of this.
     memory: usize,
     /// Bytes that the kernel reads ahead.
     ahead: u64,
-    /// Held alone while parts of units are read, changed and written, shared while whole units are: of those, a queue of io_uring minds its own.
+    /// Held alone while parts of units are read, changed and written, shared while whole units are written by threads. A queue of io_uring
+    /// minds its own; what others write at the same time to the same bytes may be lost, as on any disk.
     edges: RwLock<()>,
     /// As if there were no io_uring.
     threads: bool,
@@ -189,6 +190,8 @@ impl FileDisk {
                 direct = open_direct(&plain, &metadata, options);
             }
             if let Some(file) = &direct {
+                // What is read ahead would be more than the last page.
+                let _ = rustix::fs::fadvise(&plain, 0, None, Advice::Random);
                 let asked = sys::direct_alignment(file);
                 (memory, unit) = asked
                     .map_or((PAGE as usize, PAGE), |(memory, offset)| (memory as usize, u64::from(offset)));
@@ -231,31 +234,27 @@ impl FileDisk {
         if self.block { Some(&self.plain) } else { self.direct.as_ref() }
     }
 
-    fn unit(&self) -> u64 {
-        if self.len() % self.unit == 0 { self.unit } else { PAGE }
-    }
-
-    /// True if parts of units go through the page cache. Otherwise they are read, changed and written in whole units.
-    pub(crate) fn caches_parts(&self) -> bool {
-        !self.block && self.unit() == PAGE
+    /// Where the units end. What is behind that goes through the page cache.
+    fn units_end(&self) -> u64 {
+        let len = self.len();
+        if len % self.unit == 0 { len } else { len - len % PAGE }
     }
 
     /// True if a request at this place and from this memory can be direct.
     pub(crate) fn fits(&self, offset: u64, memory: usize, len: u64) -> bool {
-        (offset | len) % self.unit() == 0 && memory % self.memory == 0
+        (offset | len) % self.unit == 0 && memory % self.memory == 0 && offset + len <= self.units_end()
     }
 
     /// The whole units within a range; empty if there are none.
     pub(crate) fn units(&self, offset: u64, len: u64) -> Range<u64> {
-        let (unit, end) = (self.unit(), offset + len);
-        let first = offset.checked_next_multiple_of(unit).unwrap_or(end).min(end);
-        first..(end - end % unit).max(first)
+        let (end, limit) = (offset + len, (offset + len).min(self.units_end()));
+        let first = offset.checked_next_multiple_of(self.unit).unwrap_or(end).min(end);
+        first..(limit - limit % self.unit).max(first)
     }
 
     /// The units that a range touches.
     pub(crate) fn around(&self, offset: u64, len: u64) -> Range<u64> {
-        let unit = self.unit();
-        offset - offset % unit..(offset + len).next_multiple_of(unit)
+        offset - offset % self.unit..(offset + len).next_multiple_of(self.unit)
     }
 
     pub(crate) fn check(&self, doing: &'static str, offset: u64, len: u64) -> io::Result<()> {
@@ -295,12 +294,10 @@ impl FileDisk {
     pub(crate) fn write_raw(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
         let Some(direct) = self.direct() else { return self.plain.write_all_at(buf, offset) };
         let whole = self.units(offset, buf.len() as u64);
-        let parts = whole != (offset..offset + buf.len() as u64);
-        let _alone = parts.then(|| self.edges.write().unwrap_or_else(PoisonError::into_inner));
-        let _beside = (!parts).then(|| self.edges.read().unwrap_or_else(PoisonError::into_inner));
         let (head, rest) = buf.split_at((whole.start - offset) as usize);
         let (middle, tail) = rest.split_at((whole.end - whole.start) as usize);
         self.write_edge(direct, offset, head)?;
+        let beside = self.edges.read().unwrap_or_else(PoisonError::into_inner);
         if middle.as_ptr() as usize % self.memory == 0 {
             direct.write_all_at(middle, whole.start)?;
         } else {
@@ -312,6 +309,7 @@ impl FileDisk {
                 to += part.len() as u64;
             }
         }
+        drop(beside);
         self.write_edge(direct, whole.end, tail)
     }
 
@@ -367,7 +365,7 @@ impl FileDisk {
         if buf.is_empty() {
             return Ok(());
         }
-        if self.caches_parts() {
+        if offset >= self.units_end() {
             return self.plain.read_exact_at(buf, offset);
         }
         let (start, units) = self.read_units(direct, offset, buf.len() as u64)?;
@@ -380,9 +378,10 @@ impl FileDisk {
         if buf.is_empty() {
             return Ok(());
         }
-        if self.caches_parts() {
+        if offset >= self.units_end() {
             return self.plain.write_all_at(buf, offset);
         }
+        let _alone = self.edges.write().unwrap_or_else(PoisonError::into_inner);
         let (start, mut units) = self.read_units(direct, offset, buf.len() as u64)?;
         let from = (offset - start) as usize;
         units[from..from + buf.len()].copy_from_slice(buf);
@@ -423,7 +422,7 @@ impl FileDisk {
         bytes.is_some_and(|bytes| bytes.trim() != "0")
     }
 
-    fn write_zeroes(&self, offset: u64, len: u64) -> io::Result<()> {
+    pub(crate) fn write_zeroes(&self, offset: u64, len: u64) -> io::Result<()> {
         let zeroes = Buf::new(len.min(STEP) as usize);
         let mut done = 0;
         while done < len {
@@ -438,8 +437,8 @@ impl FileDisk {
         if len == 0 {
             return Ok(());
         }
-        // Only the file's own kernel code zeroes parts of pages; a block device takes whole sectors.
-        let whole = if self.block { self.units(offset, len) } else { offset..offset + len };
+        // Of a unit, only what is read, changed and written under the lock is safe from another part of it.
+        let whole = if self.direct().is_some() { self.units(offset, len) } else { offset..offset + len };
         if !whole.is_empty() {
             match self.zero_by_kernel(whole.start, whole.end - whole.start, unmap, fast) {
                 Err(e) if e.kind() == io::ErrorKind::Unsupported && !fast => {
@@ -456,15 +455,16 @@ impl FileDisk {
         if len == 0 {
             return Ok(());
         }
+        let whole = if self.direct().is_some() { self.units(offset, len) } else { offset..offset + len };
+        if whole.is_empty() {
+            return Ok(());
+        }
         let result = if self.block {
-            let whole = self.units(offset, len);
-            if whole.is_empty() {
-                return Ok(());
-            }
             sys::block_discard(&self.plain, whole.start, whole.end - whole.start)
         } else {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            retry(|| rustix::fs::fallocate(&self.plain, flags, offset, len)).map_err(io::Error::from)
+            let len = whole.end - whole.start;
+            retry(|| rustix::fs::fallocate(&self.plain, flags, whole.start, len)).map_err(io::Error::from)
         };
         match result {
             // A failed hint is not an error.
@@ -483,7 +483,7 @@ impl Disk for FileDisk {
     }
 
     fn align(&self) -> u32 {
-        self.unit() as u32
+        self.unit as u32
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
@@ -627,7 +627,7 @@ fn open_direct(plain: &File, metadata: &std::fs::Metadata, options: &DiskOptions
     let file = open_file(&by_descriptor(plain), options, libc::O_DIRECT).ok()?;
     let same = file.metadata().is_ok_and(|m| (m.dev(), m.ino()) == (metadata.dev(), metadata.ino()));
     let possible = sys::direct_alignment(&file).is_none_or(|(memory, offset)| {
-        offset > 0 && PAGE % u64::from(offset) == 0 && u64::from(memory) <= PAGE
+        offset > 0 && PAGE % u64::from(offset) == 0 && (1..=PAGE).contains(&u64::from(memory))
     });
     (same && possible).then_some(file)
 }

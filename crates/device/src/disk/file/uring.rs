@@ -171,6 +171,7 @@ impl UringQueue {
         for piece in &held.request.pieces {
             disk.check(name(kind), piece.offset, piece.len)?;
         }
+        let held_bytes: u64 = held.request.pieces.iter().map(|piece| piece.len).sum();
         let runs = merge(&held.request.pieces);
         let before = self.waiting.len();
         for (offset, from, len) in runs {
@@ -190,8 +191,10 @@ impl UringQueue {
             self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: false, patient: false });
         }
         let count = self.waiting.len() - before;
-        // One forced write is cheaper than a write and a flush; of many, one flush is.
-        let then_flush = fua && !(count == 1 && matches!(kind, RequestKind::Write { .. }));
+        // One forced write is cheaper than a write and a flush; of many, one flush is, also of those that were executed here.
+        let bytes: u64 = self.waiting.range(before..).map(|op| op.len).sum();
+        let forced = count == 1 && bytes == held_bytes && matches!(kind, RequestKind::Write { .. });
+        let then_flush = fua && !forced;
         if then_flush {
             self.waiting.range_mut(before..).for_each(|op| {
                 if let Act::Write { durable } = &mut op.act {
@@ -209,19 +212,18 @@ impl UringQueue {
     /// The ring's operation for a run; `None` if it was executed here.
     fn act(&self, kind: RequestKind, run: &Run) -> io::Result<Option<Act>> {
         let (disk, Run { offset, len, .. }) = (&self.disk, *run);
-        let on_device = disk.is_block();
         Ok(Some(match kind {
             RequestKind::Read => Act::Read,
             RequestKind::Write { fua } => Act::Write { durable: fua },
             RequestKind::Zero { unmap, fast, .. } => {
-                if on_device && (fast || disk.units(offset, len) != (offset..offset + len)) {
+                if fast && disk.is_block() {
                     disk.zero_raw(offset, len, unmap, fast)?;
                     return Ok(None);
                 }
                 Act::Fallocate { mode: if unmap { PUNCH } else { ZERO } }
             }
             RequestKind::Discard { .. } => {
-                if on_device {
+                if disk.is_block() {
                     disk.discard_raw(offset, len)?;
                     return Ok(None);
                 }
@@ -234,6 +236,8 @@ impl UringQueue {
     /// Cuts a run into operations that the kernel takes. What is not aligned is executed here.
     fn cut_run(&mut self, act: Act, run: &Run) -> io::Result<()> {
         let Run { slot, memory, offset, from, len } = *run;
+        let whole = self.disk.units(offset, len);
+        let at = from + (whole.start - offset) as usize;
         let op = |range: Range<u64>| Op {
             slot,
             act,
@@ -243,15 +247,18 @@ impl UringQueue {
             plain: false,
             patient: false,
         };
-        if matches!(act, Act::Fallocate { .. }) {
-            self.waiting.push_back(op(offset..offset + len));
-            return Ok(());
-        }
-        if !self.disk.fits(offset, memory + from, len) {
+        let is_data = !matches!(act, Act::Fallocate { .. });
+        if is_data && !self.disk.fits(whole.start, memory + at, whole.end - whole.start) {
             return self.by_hand(slot, act, offset, from, len);
         }
-        self.waiting.extend(steps(offset..offset + len).map(op));
-        Ok(())
+        self.by_hand(slot, act, offset, from, whole.start - offset)?;
+        if is_data {
+            self.waiting.extend(steps(whole.clone()).map(op));
+        } else if !whole.is_empty() {
+            self.waiting.push_back(op(whole.clone()));
+        }
+        let done = (whole.end - offset) as usize;
+        self.by_hand(slot, act, whole.end, from + done, len - done as u64)
     }
 
     /// Waits for this queue's operations in flight in the units of which a request writes parts: read, changed and written whole, such a unit
@@ -277,9 +284,14 @@ impl UringQueue {
         }
     }
 
-    /// Reads or writes what the ring does not take: other than whole units, or from memory that is not aligned.
+    /// Executes what the ring does not take: other than whole units, or with memory that is not aligned.
     fn by_hand(&mut self, slot: usize, act: Act, offset: u64, from: usize, len: u64) -> io::Result<()> {
-        let Some(held) = self.slots[slot].as_mut() else { return Ok(()) };
+        let Some(held) = self.slots[slot].as_mut().filter(|_| len > 0) else { return Ok(()) };
+        if matches!(act, Act::Fallocate { .. }) {
+            // Less than a unit need not be discarded.
+            let zeroes = matches!(held.request.kind, RequestKind::Zero { .. });
+            return if zeroes { self.disk.write_zeroes(offset, len) } else { Ok(()) };
+        }
         // No operation uses this part of the buffer, but others may use the rest: so a slice of this part alone.
         // SAFETY: `check` has found the part within the buffer, which the slot owns; no entry of this part is submitted.
         let part = unsafe { std::slice::from_raw_parts_mut(held.memory.add(from), len as usize) };
@@ -386,7 +398,7 @@ impl UringQueue {
             }
             // Refused for its alignment: use the page cache.
             (Act::Read | Act::Write { .. }, error)
-                if error == -libc::EINVAL && !op.plain && self.disk.caches_parts() =>
+                if error == -libc::EINVAL && !op.plain && !self.disk.is_block() =>
             {
                 return self.again(Op { plain: true, ..op });
             }
