@@ -149,11 +149,16 @@ impl Libvirt {
 
     /// Defines a VM, with something more in its `<os>`.
     pub fn define(&self, name: &str, os: &str, images: &[&Path]) {
+        self.define_with(name, 32, os, images, "");
+    }
+
+    /// Defines a VM with this memory, in MiB, and with more devices.
+    pub fn define_with(&self, name: &str, memory: u32, os: &str, images: &[&Path], devices: &str) {
         let disks: String = images.iter().zip('a'..).map(|(image, letter)| disk(image, letter, "")).collect();
         let xml = self.folder.path().join(format!("{}.xml", name.replace(['&', ' ', '\''], "-")));
         let text = format!(
-            "<domain type='qemu'><name>{}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\
-             <os><type arch='x86_64' machine='pc'>hvm</type>{os}</os><features><acpi/></features><devices>{disks}\
+            "<domain type='qemu'><name>{}</name><memory unit='MiB'>{memory}</memory><vcpu>1</vcpu>\
+             <os><type arch='x86_64' machine='pc'>hvm</type>{os}</os><features><acpi/></features><devices>{disks}{devices}\
              <memballoon model='none'/></devices></domain>",
             name.replace('&', "&amp;")
         );

@@ -20,8 +20,8 @@ use crate::{Background, Random, Run, Site, image};
 /// From power to the first script, on a machine eight times slower than one that is idle.
 const BOOT: Duration = Duration::from_secs(900);
 
-/// What machines are made of.
-fn base() -> Result<&'static Path, &'static str> {
+/// The folder of what machines are made of: `disk.raw`, `vmlinuz` and `initrd`.
+pub fn base() -> Result<&'static Path, &'static str> {
     static FOUND: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let made = FOUND.get_or_init(|| {
         let script = crate::repository().join("scripts/guest-machine");

@@ -25,6 +25,7 @@ mod kills;
 mod limits;
 mod live;
 mod machine;
+mod machine_failover;
 mod machine_monitor;
 mod machine_rehearsal;
 mod matrix;
