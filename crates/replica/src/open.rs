@@ -197,18 +197,21 @@ impl Replica {
         for name in [ARRIVING, WHOLE, note::NAME] {
             self.remove(name)?;
         }
-        // It was made before its step could be written down.
-        if self.stamp(Name::Temporary)?.is_some_and(|stamp| stamp.size == 0) {
+        // It was made before its step could be written down; with something in it, it is another's.
+        let partial = self.stamp(Name::Temporary)?;
+        let taken = partial.as_ref().is_some_and(|stamp| stamp.size > 0);
+        if partial.is_some() && !taken {
             self.remove_partial()?;
         }
-        let Some(stamp) = self.stamp(Name::Final)? else { return Ok(()) };
+        let begins = || if taken { Err(self.partial_taken()) } else { Ok(()) };
+        let Some(stamp) = self.stamp(Name::Final)? else { return begins() };
         if self.options().adopt {
             self.destination().examine()?;
             self.take(stamp);
             return Ok(());
         }
         let free = self.options().replace || (self.destination().is_device() && self.is_blank()?);
-        if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination().path().to_path_buf())) }
+        if free { begins() } else { Err(ReplicaError::NotAReplica(self.destination().path().to_path_buf())) }
     }
 
     /// True if a device seems blank: its first and last MiB, and 4 KiB at [`samples`] between them, are zeroes.

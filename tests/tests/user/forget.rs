@@ -27,6 +27,10 @@ fn a_refused_command_leaves_no_source_behind() {
     std::fs::write(&copy, b"somebody's file").expect("a file");
     site.sync(&disk, &copy, &[]).code(4).says(&["copy.raw"]);
     assert_eq!(sources(&site), 0, "a refused sync");
+    let (new, taken) = (site.path("in-the-way.raw"), site.path("in-the-way.raw.partial"));
+    std::fs::write(taken, b"somebody's file").expect("a file");
+    site.sync(&disk, &new, &[]).code(4).says(&["in-the-way.raw.partial", "move it aside"]);
+    assert!(!new.with_file_name(".in-the-way.raw.dsync").exists(), "state of a refused copy");
     site.sync(&disk, &site.path("nowhere/copy.raw"), &[]).output();
     assert_eq!(sources(&site), 0, "a sync to no folder");
     site.sync(&disk, &site.path("new.raw"), &["--block-size", "3000"]).output();

@@ -85,14 +85,17 @@ impl Replica {
         self.begin_step(StepKind::NewFile { inode, replaces }, Vec::new(), toward, header, true)
     }
 
+    /// The error where another has a file of the name that the new copy needs.
+    pub(crate) fn partial_taken(&self) -> ReplicaError {
+        let mut name = self.destination().path().as_os_str().to_owned();
+        name.push(".partial");
+        ReplicaError::PartialTaken(name.into())
+    }
+
     fn create(&self) -> Result<u64> {
         // Without its name, what comes could not be gone on from after a power cut.
         match self.destination().create().and_then(|inode| self.destination().sync().map(|()| inode)) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                let mut name = self.destination().path().as_os_str().to_owned();
-                name.push(".partial");
-                Err(ReplicaError::PartialTaken(name.into()))
-            }
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(self.partial_taken()),
             other => other.map_err(disk_error(
                 "make an unfinished copy of",
                 self.destination().path(),
