@@ -61,17 +61,33 @@ pub struct LastVerify {
     /// A later verification found the rest to be equal, but for blocks that changed meanwhile: the next sync sends those.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub until_sync: bool,
+    /// What differed may be changes of the source. A sync that does not compare all of it leaves what was none.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub inexact: bool,
 }
 
 impl LastVerify {
-    /// True if the replica differed, and was not repaired since.
+    /// True if the replica differed by more than changes of the source, and was not repaired since.
     pub fn differs(&self) -> bool {
+        self.stands() && !self.inexact
+    }
+
+    /// True if something differed, and nothing has shown since that it does not any more.
+    pub fn stands(&self) -> bool {
         self.bytes_differing > 0 && !self.repaired
     }
 
     /// A verification that ends now.
     pub fn now(bytes_differing: u64, repaired: bool) -> LastVerify {
-        LastVerify { time: now(), bytes_differing, repaired, until_sync: false }
+        LastVerify { time: now(), bytes_differing, repaired, until_sync: false, inexact: false }
+    }
+
+    /// A sync has succeeded, which has made all of the replica equal to the source if it has `proven` that.
+    pub fn synced(&mut self, proven: bool) {
+        if proven || self.until_sync {
+            (self.repaired, self.until_sync) = (true, false);
+        }
+        self.inexact = false;
     }
 }
 

@@ -143,9 +143,7 @@ impl Account {
             let whole = matches!(summary.method, Method::Compare | Method::Rolling | Method::Copy);
             let in_part = summary.resumed && summary.method == Method::Compare;
             let proven = whole && !summary.by_digests && !in_part;
-            for verified in tally.verified.iter_mut().filter(|verified| proven || verified.until_sync) {
-                (verified.repaired, verified.until_sync) = (true, false);
-            }
+            tally.verified.iter_mut().for_each(|verified| verified.synced(proven));
         });
     }
 

@@ -221,15 +221,15 @@ pub(crate) fn verify_over(
             tally.succeed();
         }
         let found = LastVerify::now(verified.differing.bytes, verified.repaired);
+        let found = LastVerify { inexact: !verified.exact && found.differs(), ..found };
         let in_part = !options.ranges.is_empty() || verified.unreadable.extents > 0;
         match &mut tally.verified {
-            // What differs may have changed at the source.
-            _ if !verified.exact && found.differs() => {}
+            Some(before) if before.differs() && found.inexact => {}
             // All of it has changed since: nothing was looked at.
             _ if verified.passed_over && verified.bytes_changed_since >= verified.bytes_compared => {}
             // What was found before may be in blocks that were not looked at.
-            Some(before) if before.differs() && !found.differs() && in_part => {}
-            Some(before) if before.differs() && !found.differs() && verified.passed_over => {
+            Some(before) if before.stands() && !found.stands() && in_part => {}
+            Some(before) if before.stands() && !found.stands() && verified.passed_over => {
                 before.until_sync = true;
             }
             last => *last = Some(found),
