@@ -282,7 +282,10 @@ int remap(u64 *ctx)
 	return 0;
 }
 
-/* A part of a bio is not queued on its own, and may land after the rest: it is in flight as the whole is. */
+/*
+ * A part of a bio is not queued on its own, and may land after the rest: it is in flight as the whole is. It is marked, too: whoever looks at what is in
+ * flight may be past the part's place in the table, and see the whole no more.
+ */
 SEC("tp_btf/block_split")
 int split(u64 *ctx)
 {
@@ -294,6 +297,8 @@ int split(u64 *ctx)
 		struct blocks blocks = *found;
 
 		enter((u64)part, &blocks);
+		if (blocks.first <= blocks.last)
+			mark(blocks);
 	}
 	return 0;
 }
@@ -302,12 +307,14 @@ int split(u64 *ctx)
 static inline void leave(struct bio *bio, u32 size)
 {
 	u64 key = (u64)bio;
+	struct blocks *found;
 
 	if (!bpf_map_delete_elem(&flight, &key) || !size || !is_ours(bio))
 		return;
-	/* What encrypts on the way writes a bio of its own in place of the one that was queued. */
+	/* What encrypts on the way writes a bio of its own in place of the one that was queued. One of a chain leads to the next, which begins elsewhere. */
 	key = (u64)bio->bi_private;
-	if (!bpf_map_lookup_elem(&flight, &key))
+	found = bpf_map_lookup_elem(&flight, &key);
+	if (!found || found->first != (bio->bi_iter.bi_sector - first_sector) >> block_shift)
 		count(STRAY);
 }
 
@@ -321,8 +328,11 @@ int bio_complete(u64 *ctx)
 	return 0;
 }
 
-/* More than a request holds. What it held in excess would be taken to be in flight until its bio is used again. */
-#define MOST_BIOS 1024
+/*
+ * More than a request holds of bios of a page. What it holds in excess is taken to be in flight until its bio is used again. The verifier follows no
+ * more than 8192 jumps.
+ */
+#define MOST_BIOS 768
 
 /* REQ_OP_DRV_OUT: nothing else tells what it writes, or where. */
 #define COMMAND_OUT 35

@@ -552,6 +552,34 @@ fn zeroes_beside_a_part(disk: &Arc<dyn Disk>, what: &str) {
     }
 }
 
+/// A zeroing that is not fast is refused before it has changed anything.
+#[test]
+fn a_refused_zeroing_changes_nothing() {
+    // tmpfs has no command for zeroes.
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let image = folder.path().join("image");
+    std::fs::write(&image, [5; 16384]).unwrap();
+    for disk in [open(&image, &DIRECT).unwrap(), open_without_uring(&image, &DIRECT).unwrap()] {
+        let mut queue = disk.clone().queue(4).unwrap();
+        for (offset, len) in [(4196, 8192), (4096, 8292), (4096, 4096)] {
+            let kind = RequestKind::Zero { unmap: false, fast: true, fua: false };
+            queue.submit(Request {
+                kind,
+                pieces: [Piece { offset, len }].into(),
+                buf: Buf::new(0),
+                token: 0,
+            });
+            queue.start();
+            if queue.complete(true).unwrap().result.is_ok() {
+                return skip("this tmpfs zeroes by itself");
+            }
+            let mut found = vec![0; 16384];
+            disk.read_at(0, &mut found).unwrap();
+            assert!(found.iter().all(|byte| *byte == 5), "{len} bytes at {offset}");
+        }
+    }
+}
+
 #[test]
 fn a_zeroing_of_a_part_and_a_write_of_another_lose_nothing() {
     let folder = testing::on_disk();

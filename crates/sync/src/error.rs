@@ -77,7 +77,7 @@ pub enum SyncError {
     Unreadable(String),
     /// A part of the source cannot be read to verify a replica.
     #[error(
-        "the source cannot be read ({0}), so the replica was not verified: --keep-going compares the rest"
+        "the source cannot be read ({0}), so the replica was not verified: --keep-going compares the rest, and \"dsync sync --method compare --keep-going\" mends it"
     )]
     Unverifiable(String),
     /// What changed at the source since the replica's epoch is not known, which the verification was to know.

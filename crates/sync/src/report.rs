@@ -65,6 +65,9 @@ pub struct Summary {
     /// They stood for the replica, which was not read.
     #[serde(skip)]
     pub by_digests: bool,
+    /// The replica knows of no differences that a verification has found.
+    #[serde(skip)]
+    pub sound: bool,
     /// What could not be read at the source, and is missing at the replica.
     pub unreadable: ListedExtents,
     /// What could not be read at the replica, and was sent, whatever it held.
@@ -122,6 +125,7 @@ impl Summary {
             dry_run,
             digests: None,
             by_digests: false,
+            sound: false,
             unreadable: ListedExtents::default(),
             unreadable_there: ListedExtents::default(),
             recovered: None,

@@ -426,6 +426,58 @@ fn after_a_verification_that_found_differences_no_digests_stand_for_the_replica(
     }
 }
 
+/// What a verification finds is not to be missed by digests, however it ends.
+#[test]
+fn no_digests_stand_for_a_replica_whose_verification_was_cut_off() {
+    let mut random = Random::new("digests, and a verification that is cut off");
+    let site = Site::new();
+    let (disk, replica) = (site.image("disk.raw", 8 * MIB), site.path("vm.raw"));
+    image::random(&disk, 8 * MIB, &mut random);
+    let sync = || site.sync(&disk, &replica, &["--digests", "--method", "compare"]).ok().summary();
+    sync();
+    for repair in [&[][..], &["--repair"]] {
+        flip(&replica, 0..MIB, 3, &mut random);
+        restamp(&replica);
+        let mut verify =
+            site.dsync(["verify"]).args([&disk, &replica]).args(["--rate", "1M"]).args(repair).start();
+        until("it compares", || replica.with_file_name(".vm.raw.dsync/digests-doubted").exists());
+        verify.kill();
+        let summary = sync();
+        assert!(summary["digests"].as_str().is_some_and(|digests| digests != "used"), "{summary}");
+        image::assert_equal(&disk, &replica);
+        // One that finds nothing costs nothing.
+        site.dsync(["verify"]).args([&disk, &replica]).ok();
+        assert_eq!(sync()["digests"], "used");
+    }
+}
+
+/// That the next sync sends what differs holds for what the replica was at that time.
+#[test]
+fn what_was_damaged_earlier_is_not_cleared_by_a_sync_after_a_rewind() {
+    let mut random = Random::new("two damages, and a rewind");
+    let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
+    near.sync(&far, &["--keep-last", "10"]).ok();
+    near.write([9], &mut random);
+    near.sync(&far, &[]).ok();
+    damage(&far, 100 * BLOCK..101 * BLOCK, 1, &mut random);
+    near.towards(&far, &["verify"]).code(5);
+    near.sync(&far, &["--method", "compare"]).ok();
+    near.write([10], &mut random);
+    near.sync(&far, &[]).ok();
+    damage(&far, 200 * BLOCK..201 * BLOCK, 1, &mut random);
+    near.towards(&far, &["verify"]).code(5);
+    near.write([200], &mut random);
+    near.towards(&far, &["verify"]).ok();
+    far.run(&["rewind", "--to", "1"]).ok();
+    near.write([11], &mut random);
+    near.sync(&far, &[]).ok();
+    let there = far.run(&["status", "-v"]).ok().text();
+    assert!(there.contains("when it was verified on"), "{there}");
+    let here = near.run(&["status", "-v"]).ok().text();
+    assert!(here.contains("when verified on"), "{here}");
+    near.towards(&far, &["verify"]).output();
+}
+
 /// A repair that is cut off leaves nothing half done behind, keeps the way back, and what it found is not forgotten.
 #[test]
 fn a_repair_that_is_cut_off_has_changed_nothing() {

@@ -112,7 +112,7 @@ impl Replica {
                     ..now(repaired)
                 };
                 let found = before.or_else(|| earlier().map(both)).unwrap_or_else(|| now(repaired));
-                self.store_verdict(Verdict { mended, whole, ..found })
+                self.store_verdict(Verdict { mended, whole, until_sync: false, ..found })
             }
             _ => self.store_verdict(Verdict { repaired: false, ..now(bytes_differing) }),
         }
@@ -152,6 +152,11 @@ impl Replica {
         made.map_err(io_error("create", &self.folder().join(DOUBTED)))
     }
 
+    /// Takes the doubt back. What cannot be removed stays in doubt.
+    pub fn believe_digests(&self) {
+        let _ = self.state().remove(DOUBTED);
+    }
+
     fn store_verdict(&self, found: Verdict) -> Result<()> {
         let (folder, path) = (self.state(), self.folder().join(NAME));
         let bytes = serde_json::to_vec(&found).map_err(|e| io_error("write", &path)(e.into()))?;
@@ -161,8 +166,9 @@ impl Replica {
     /// Notes a rewind to a moment: what was mended after it comes back. Durable on return.
     pub(crate) fn note_return(&mut self, epoch: u64, state: Uuid) -> Result<()> {
         let Some(found) = Verdict::in_state(self.state(), epoch, state) else { return Ok(()) };
-        if found.mended.is_some() && !found.repaired {
-            self.store_verdict(Verdict { mended: None, whole: None, ..found })?;
+        // From here on the next sync sends what changed since another state.
+        if found.mended.is_none() || !found.repaired {
+            self.store_verdict(Verdict { mended: None, whole: None, until_sync: false, ..found })?;
         }
         let may = match found.repaired {
             true => {
@@ -192,7 +198,7 @@ impl Replica {
     /// Notes that so much was committed. What cannot be written is found again.
     pub fn note_committed(&self, coverage: Coverage) {
         if coverage == Coverage::Whole {
-            let _ = self.state().remove(DOUBTED);
+            self.believe_digests();
         }
         let least = |found: Verdict| if found.until_sync { Coverage::Changed } else { Coverage::Whole };
         if self.verdict().is_some_and(|found| coverage >= least(found)) {

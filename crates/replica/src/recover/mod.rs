@@ -322,6 +322,8 @@ impl Replica {
             Some(contents) if !contents.whole && contents.leads_nowhere() => Arriving::Useless,
             Some(contents) if !contents.whole => Arriving::Part,
             Some(contents) if contents.stream().is_some_and(|stream| self.has(stream)) => Arriving::Useless,
+            // A repair of one member is not its group's to commit.
+            Some(contents) if group == Some(false) && contents.leads_nowhere() => Arriving::Useless,
             // The group has not committed it, and nobody else will.
             Some(_) if group == Some(false) => Arriving::Part,
             Some(_) => Arriving::Complete,

@@ -82,9 +82,10 @@ impl LastVerify {
         LastVerify { time: now(), bytes_differing, repaired, until_sync: false, inexact: false }
     }
 
-    /// A sync has succeeded, which has made all of the replica equal to the source if it has `proven` that.
-    pub fn synced(&mut self, proven: bool) {
-        if proven || self.until_sync {
+    /// A sync has succeeded, which has made all of the replica equal to the source if it has `proven` that. `sound`: the replica itself knows of no
+    /// difference any more.
+    pub fn synced(&mut self, proven: bool, sound: bool) {
+        if proven || self.until_sync && sound {
             (self.repaired, self.until_sync) = (true, false);
         }
         self.inexact = false;

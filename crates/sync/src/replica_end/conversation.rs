@@ -56,6 +56,7 @@ impl ReplicaEnd<'_> {
             }
         }
         let mut covered = self.say_all(&asked, &mut opened.members)?;
+        let mut doubted = None;
         loop {
             let plan: Plan = match self.receiver.recv()? {
                 Some(message) if message.kind == PLAN => message.json()?,
@@ -103,11 +104,18 @@ impl ReplicaEnd<'_> {
                 }
                 group.counts();
             }
+            if open.verify && plan.compare.is_some() {
+                // Whatever ends it from here on: what it is about to find is not to be missed by digests.
+                doubted.get_or_insert_with(|| replica.doubts_digests().unwrap_or(true));
+                let _ = replica.doubt_digests();
+            }
             match self.carry_out(open, replica, plan)? {
                 Step::Prepared(covers) => covered[at] = covers,
                 Step::Goes => {}
                 Step::Done => return Ok(None),
-                Step::Committed if open.verify => return self.last_word(None, Some(replica)),
+                Step::Committed if open.verify => {
+                    return self.last_word(None, Some((replica, doubted.unwrap_or(true))));
+                }
                 Step::Committed if opened.group.is_some() => say_status(self.sender, replica, open.commit)?,
                 // The other end opens it anew, or says goodbye, when it has recorded that.
                 Step::Committed => {}
@@ -223,7 +231,12 @@ impl ReplicaEnd<'_> {
             replica.apply_options()?;
             self.forget_former(open, replica);
             let warnings = replica.take_warnings();
-            committed.push(done.as_ref().map(|done| CommitReply { warnings, ..CommitReply::of(done) }));
+            let sound = replica.verdict().is_none();
+            committed.push(done.as_ref().map(|done| CommitReply {
+                warnings,
+                sound,
+                ..CommitReply::of(done)
+            }));
         }
         *members = replicas.into_iter().map(|replica| Opened::Replica(Box::new(replica))).collect();
         Ok(self.sender.send_json(GROUP_COMMITTED, &committed)?)
@@ -270,24 +283,24 @@ impl ReplicaEnd<'_> {
         }
     }
 
-    /// Receives to the source's goodbye, with what a verification may have found of the replica.
+    /// Receives to the source's goodbye, with what a verification may have found of the replica, and whether digests of it were in doubt before.
     fn last_word(
         &self,
         mut result: Option<Message>,
-        verified: Option<&Replica>,
+        verified: Option<(&Replica, bool)>,
     ) -> Result<Option<Message>, SyncError> {
         while let Some(message) = self.receiver.recv()? {
             match (message.kind, verified) {
                 (RESULT, _) => result = Some(message),
-                (VERDICT, Some(replica)) => {
+                (VERDICT, Some((replica, doubted))) => {
                     let found: VerifyFinding = message.json()?;
                     // The source knows it, whether it can be written down here or not.
-                    let VerifyFinding { bytes_differing, bytes_repaired, but_changed, inexact } = found;
-                    if bytes_differing > 0 {
-                        let _ = replica.doubt_digests();
+                    let VerifyFinding { bytes_differing, but_changed, inexact } = found;
+                    if bytes_differing == 0 && !doubted {
+                        replica.believe_digests();
                     }
                     if !inexact {
-                        let _ = replica.note_verdict(bytes_differing, bytes_repaired, but_changed);
+                        let _ = replica.note_verdict(bytes_differing, 0, but_changed);
                     }
                 }
                 (FAILED, _) => return Err(unexpected(&message)),
@@ -423,7 +436,8 @@ impl ReplicaEnd<'_> {
         let (seen, at_end, mut replaced) = (kept.as_ref(), AtEnd::of(&plan), 0);
         // By kept digests the source is compared with what the replica held once.
         let by_digests = plan.compare.is_some() && seen.is_some_and(ReplicaDigests::stand);
-        let covers = if by_digests { receipt.covers().min(Coverage::Changed) } else { receipt.covers() };
+        let covers = if by_digests { Coverage::Part } else { receipt.covers() };
+        let passes_over = plan.mends;
         let mends = receipt.header().is_some_and(|header| header.partial);
         let taken = match (&plan.compare, disk) {
             (Some(scope), Some(disk)) => self.while_answering((&disk, scope, seen), || {
@@ -446,15 +460,19 @@ impl ReplicaEnd<'_> {
         };
         let taken = taken.inspect_err(|_| {
             if mends && replaced > 0 {
-                // What was found so far is not repaired.
-                let _ = replica.note_verdict(replaced, 0, false);
-                let _ = replica.doubt_digests();
+                // What was found so far is not repaired. What was known before is more than a part of it shows.
+                let known = replica.verdict().map_or(0, |known| known.bytes_differing);
+                let _ = replica.note_verdict(replaced.max(known), 0, false);
             }
         })?;
         Ok(match taken {
             Taken::Committed(mut committed) => {
                 replica.note_committed(covers);
                 note_damage(replica, (&status, committed.epoch), (covers, replaced));
+                if let Some(but_changed) = passes_over {
+                    let _ = replica.note_verdict(0, replaced, but_changed);
+                }
+                committed.sound = replica.verdict().is_none();
                 committed.warnings = replica.take_warnings();
                 committed.by_digests = by_digests;
                 committed.digests = kept.map(|kept| kept.end(replica.status().nonce));

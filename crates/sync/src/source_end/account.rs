@@ -143,7 +143,7 @@ impl Account {
             let whole = matches!(summary.method, Method::Compare | Method::Rolling | Method::Copy);
             let in_part = summary.resumed && summary.method == Method::Compare;
             let proven = whole && !summary.by_digests && !in_part;
-            tally.verified.iter_mut().for_each(|verified| verified.synced(proven));
+            tally.verified.iter_mut().for_each(|verified| verified.synced(proven, summary.sound));
         });
     }
 
@@ -189,7 +189,14 @@ impl Account {
     /// A verification that did not end has found differences.
     pub(crate) fn found(&self, found: LastVerify) {
         if let Some(counter) = &self.counter {
-            counter.count(|tally| tally.verified = Some(found));
+            // What was known before is more than what a part of it shows.
+            let bytes = found.bytes_differing;
+            let known = |known: &LastVerify| known.differs() && known.bytes_differing > bytes;
+            counter.count(|tally| {
+                if !tally.verified.as_ref().is_some_and(known) {
+                    tally.verified = Some(found);
+                }
+            });
         }
     }
 

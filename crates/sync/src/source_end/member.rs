@@ -136,7 +136,7 @@ impl<'a> PlannedMember<'a> {
             (summary.blocks_changed, summary.extents, summary.bytes_changed) = changed;
         }
         summary.digests = committed.digests.as_deref().map(text);
-        summary.by_digests = committed.by_digests;
+        (summary.by_digests, summary.sound) = (committed.by_digests, committed.sound);
         summary.warnings = committed.warnings.iter().map(|warning| text(warning)).chain(renamed).collect();
         summary.bytes_written = committed.bytes_written;
         summary.view_bytes = view.kept_bytes();

@@ -377,18 +377,14 @@ impl<'a> Proof<'a> {
         }
     }
 
-    /// What the replica is to be told: how much of it is damaged, or how much of it differs. `None` if nothing is known of the rest: because
-    /// only a part was looked at, or nothing of what changed.
+    /// What the replica is to be told: how much of it differs. `None` if nothing is known of the rest, because only a part was looked at.
     fn found(&self, verified: &Verified) -> Option<VerifyFinding> {
-        let (left, bytes_repaired) =
-            if verified.repaired { (0, verified.differing.bytes) } else { (verified.differing.bytes, 0) };
+        let left = if verified.repaired { 0 } else { verified.differing.bytes };
         let whole = self.options.ranges.is_empty() && verified.unreadable.extents == 0;
-        let says = left > 0 || whole && verified.exact;
-        says.then(|| VerifyFinding {
+        (left > 0 || whole).then(|| VerifyFinding {
             bytes_differing: left,
-            bytes_repaired,
             but_changed: self.passes_over(verified),
-            inexact: !verified.exact,
+            inexact: left > 0 && !verified.exact,
         })
     }
 
@@ -460,7 +456,9 @@ impl<'a> Proof<'a> {
         if !self.options.repair {
             return self.compare(sender, receiver, verified, totals, false);
         }
-        let plan = Plan { compare: Some(self.scope.clone()), delta: true, ..Plan::default() };
+        let at_its_epoch = !self.to_view && self.options.ranges.is_empty();
+        let mends = at_its_epoch.then(|| self.passes_over(verified));
+        let plan = Plan { compare: Some(self.scope.clone()), delta: true, mends, ..Plan::default() };
         sender.send_json(PLAN, &plan)?;
         let comparison = self.comparison(receiver, totals);
         let to = if self.to_view { self.view.epoch() } else { self.epoch };

@@ -85,9 +85,6 @@ pub(crate) const VERDICT: u8 = 20;
 pub(crate) struct VerifyFinding {
     /// Bytes that differ, now that it has ended; 0 if they were repaired.
     pub bytes_differing: u64,
-    /// Bytes that were.
-    #[serde(default)]
-    pub bytes_repaired: u64,
     /// Blocks that changed since the replica's epoch were not compared.
     pub but_changed: bool,
     /// What differs may be changes of the source.
@@ -273,6 +270,8 @@ pub(crate) struct Moments {
 }
 
 /// What will follow.
+///
+/// More than fifteen fields: each is a kind of plan, or what only one kind needs.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Plan {
     /// Bytes of changes, as far as is known.
@@ -301,6 +300,9 @@ pub(crate) struct Plan {
     pub before: Vec<Epoch>,
     /// Only digests are needed for now: after them comes a new Status, and another plan.
     pub looks_first: bool,
+    /// The delta repairs damage at the replica's own epoch, in all of it; true if blocks that changed since are passed over.
+    #[serde(default)]
+    pub mends: Option<bool>,
     /// The replica was found to be as it was, whatever its times say. Answered with Committed.
     pub accept: bool,
     /// What was written there since the point in common is given up, as Open has said. Answered with a new Status, and another plan.
@@ -345,6 +347,9 @@ pub(crate) struct CommitReply {
     /// They stood for the replica, which was not read.
     #[serde(default)]
     pub by_digests: bool,
+    /// Nothing is known there of differences that a verification has found.
+    #[serde(default)]
+    pub sound: bool,
     /// What the user should know of the commit.
     pub warnings: Vec<String>,
 }
@@ -358,6 +363,7 @@ impl CommitReply {
             bytes_read: 0,
             digests: None,
             by_digests: false,
+            sound: false,
             warnings: Vec::new(),
         }
     }

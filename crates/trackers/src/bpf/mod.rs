@@ -398,6 +398,8 @@ impl BpfTracker {
         // Before the swap: what is counted from here on belongs to the next epoch too. If a link is gone, counts mean nothing.
         notes.pending = Some(self.counts().unwrap_or(notes.base));
         notes.ended = Some(Uuid::new_v4());
+        // Before the records change places, too: what another checkpoint has taken before is not released by it any more.
+        self.write_notes(&notes)?;
         if !next.bits.is_clean() {
             // Not released: it is part of what is returned.
             last.bits.union_with(&next.bits);
@@ -415,7 +417,6 @@ impl BpfTracker {
             next.bits.union_with(&marked);
             *self.in_flight.lock().unwrap_or_else(PoisonError::into_inner) = Some(marked);
         }
-        self.write_notes(&notes)?;
         *self.ended() = notes.ended;
         let changes = Bitmap::new(last.bits.blocks());
         changes.union_with(&last.bits);

@@ -359,6 +359,107 @@ fn a_write_in_flight_at_the_checkpoint_is_not_lost() {
     println!("{without} of 4096 blocks are lost without the second mark");
 }
 
+/// A loop device whose writes wait for their place in its queue, which others hold, as long as the file system beneath it is frozen.
+struct Held {
+    disk: Option<Loop>,
+    _beneath: Loop,
+    mount: String,
+    holders: Vec<Running>,
+}
+
+/// Writes that a queue has place for.
+const PLACES: u64 = 4;
+
+impl Held {
+    /// Freezes, and fills the queue. Call `track` before, if it is to be seen.
+    fn new() -> Held {
+        let beneath = Loop::new(64);
+        let folder = testing::temporary();
+        let mount = folder.path().join("beneath");
+        std::fs::create_dir(&mount).unwrap();
+        run(&format!("mkfs.ext4 -q {0}; mount {0} {1}", beneath.name(), mount.display()));
+        let image = mount.join("image");
+        run(&format!("head -c 32M /dev/zero >{0}; sync {0}", image.display()));
+        let disk = Loop::over(image, folder);
+        let queue = Path::new("/sys/class/block").join(disk.device.file_name().unwrap()).join("queue");
+        for (name, value) in [("nr_requests", PLACES), ("max_sectors_kb", 64)] {
+            std::fs::write(queue.join(name), value.to_string()).unwrap();
+        }
+        let mount = mount.display().to_string();
+        Held { disk: Some(disk), _beneath: beneath, mount, holders: Vec::new() }
+    }
+
+    fn name(&self) -> String {
+        self.disk.as_ref().unwrap().name()
+    }
+
+    fn hold(&mut self) {
+        run(&format!("fsfreeze -f {}", self.mount));
+        for place in 0..PLACES {
+            let dd = format!("dd if=/dev/zero of={} bs=4k count=1 seek={place} oflag=direct", self.name());
+            self.holders.push(start(&format!("{dd} conv=notrunc status=none")));
+        }
+        let flying =
+            Path::new("/sys/class/block").join(self.name().trim_start_matches("/dev/")).join("inflight");
+        let until = Instant::now() + Duration::from_secs(10);
+        while std::fs::read_to_string(&flying).unwrap().split_whitespace().nth(1) != Some(&PLACES.to_string())
+        {
+            assert!(Instant::now() < until, "the queue is not full");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Lets all go, and waits for their end.
+    fn let_go(&mut self, mut last: Running) {
+        run(&format!("fsfreeze -u {}", self.mount));
+        for running in self.holders.iter_mut().chain([&mut last]) {
+            assert!(running.0.wait().unwrap().success());
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let _ = Command::new("sh").args(["-c", &format!("fsfreeze -u {} 2>/dev/null", self.mount)]).status();
+        let disk = self.disk.take();
+        if let Some(disk) = &disk {
+            let _ = Command::new("losetup").args(["-d", &disk.name()]).status();
+        }
+        let _ = Command::new("sh").args(["-c", &format!("sleep 0.2; umount {}", self.mount)]).status();
+    }
+}
+
+/// Whoever looks at the table of writes in flight may be past the place of a part by the time at which it is entered.
+#[test]
+fn a_part_that_is_split_off_after_the_swap_is_marked_in_the_new_record() {
+    if !ready(&["mkfs.ext4", "fsfreeze"]) {
+        return;
+    }
+    let mut held = Held::new();
+    let disk = held.disk.as_ref().unwrap();
+    let number = BlockDevice::at(&disk.device).unwrap().number;
+    track(disk);
+    let tracker = BpfTracker::open(&folder(&number), &disk.device).unwrap();
+    held.hold();
+    let last = start(&format!(
+        "dd if=/dev/zero of={} bs=192k count=1 seek=100 oflag=direct status=none",
+        held.name()
+    ));
+    // It is queued, and its first part waits.
+    let until = Instant::now() + Duration::from_secs(10);
+    while tracker.dirty().unwrap().runs_in(4800..4848).next().is_none() {
+        assert!(Instant::now() < until, "it is not queued");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // As if it had been nowhere in the table.
+    tracker.swap(false).unwrap();
+    tracker.release(EPOCH).unwrap();
+    held.let_go(last);
+    let marked = tracker.swap(true).unwrap();
+    assert_eq!(marked.runs_in(4800..4848).map(|run| run.end - run.start).sum::<u64>(), 48);
+    remove(&held.disk.as_ref().unwrap().device).unwrap();
+}
+
 fn write(device: &Path, block: u64) {
     run(&format!(
         "head -c 4096 /dev/urandom | dd of={} bs=4k seek={block} conv=notrunc oflag=direct iflag=fullblock 2>&1",

@@ -216,7 +216,8 @@ impl UringQueue {
             RequestKind::Read => Act::Read,
             RequestKind::Write { fua } => Act::Write { durable: fua },
             RequestKind::Zero { unmap, fast, .. } => {
-                if fast && disk.is_block() {
+                // One that is refused has changed nothing: so the middle first.
+                if fast && (disk.is_block() || disk.units(offset, len) != (offset..offset + len)) {
                     disk.zero_raw(offset, len, unmap, fast)?;
                     return Ok(None);
                 }
