@@ -55,7 +55,7 @@ pub(crate) struct FileDisk {
     block: bool,
     write: bool,
     len: AtomicU64,
-    /// Direct requests start and end at multiples of this.
+    /// Direct requests start and end at multiples of this; 1 if none are direct.
     unit: u64,
     /// Direct requests use memory at multiples of this.
     memory: usize,
@@ -438,7 +438,7 @@ impl FileDisk {
             return Ok(());
         }
         // Of a unit, only what is read, changed and written under the lock is safe from another part of it.
-        let whole = if self.direct().is_some() { self.units(offset, len) } else { offset..offset + len };
+        let whole = self.units(offset, len);
         if !whole.is_empty() {
             match self.zero_by_kernel(whole.start, whole.end - whole.start, unmap, fast) {
                 Err(e) if e.kind() == io::ErrorKind::Unsupported && !fast => {
@@ -455,7 +455,7 @@ impl FileDisk {
         if len == 0 {
             return Ok(());
         }
-        let whole = if self.direct().is_some() { self.units(offset, len) } else { offset..offset + len };
+        let whole = self.units(offset, len);
         if whole.is_empty() {
             return Ok(());
         }

@@ -171,7 +171,7 @@ impl UringQueue {
         for piece in &held.request.pieces {
             disk.check(name(kind), piece.offset, piece.len)?;
         }
-        let held_bytes: u64 = held.request.pieces.iter().map(|piece| piece.len).sum();
+        let asked: u64 = held.request.pieces.iter().map(|piece| piece.len).sum();
         let runs = merge(&held.request.pieces);
         let before = self.waiting.len();
         for (offset, from, len) in runs {
@@ -193,7 +193,7 @@ impl UringQueue {
         let count = self.waiting.len() - before;
         // One forced write is cheaper than a write and a flush; of many, one flush is, also of those that were executed here.
         let bytes: u64 = self.waiting.range(before..).map(|op| op.len).sum();
-        let forced = count == 1 && bytes == held_bytes && matches!(kind, RequestKind::Write { .. });
+        let forced = count == 1 && bytes == asked && matches!(kind, RequestKind::Write { .. });
         let then_flush = fua && !forced;
         if then_flush {
             self.waiting.range_mut(before..).for_each(|op| {
