@@ -142,8 +142,8 @@ impl Replica {
         }
     }
 
-    /// Has the next comparison read the replica, whatever digests were kept of it: a verification found differences, or it is brought back
-    /// to what it held before. Durable on return.
+    /// Has the next comparison read the replica, whatever digests were kept of it: a verification begins, which may find differences, or it is
+    /// brought back to what it held before. Durable on return.
     ///
     /// # Errors
     /// If it cannot be written.

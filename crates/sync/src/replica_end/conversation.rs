@@ -295,13 +295,11 @@ impl ReplicaEnd<'_> {
                 (VERDICT, Some((replica, doubted))) => {
                     let found: VerifyFinding = message.json()?;
                     // The source knows it, whether it can be written down here or not.
-                    let VerifyFinding { bytes_differing, but_changed, inexact } = found;
+                    let VerifyFinding { bytes_differing, but_changed } = found;
                     if bytes_differing == 0 && !doubted {
                         replica.believe_digests();
                     }
-                    if !inexact {
-                        let _ = replica.note_verdict(bytes_differing, 0, but_changed);
-                    }
+                    let _ = replica.note_verdict(bytes_differing, 0, but_changed);
                 }
                 (FAILED, _) => return Err(unexpected(&message)),
                 _ => {}

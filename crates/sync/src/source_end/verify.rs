@@ -224,6 +224,7 @@ pub(crate) fn verify_over(
         let found = LastVerify { inexact: !verified.exact && found.differs(), ..found };
         let in_part = !options.ranges.is_empty() || verified.unreadable.extents > 0;
         match &mut tally.verified {
+            // What is known to be damage is not what may be changes.
             Some(before) if before.differs() && found.inexact => {}
             // All of it has changed since: nothing was looked at.
             _ if verified.passed_over && verified.bytes_changed_since >= verified.bytes_compared => {}
@@ -377,15 +378,13 @@ impl<'a> Proof<'a> {
         }
     }
 
-    /// What the replica is to be told: how much of it differs. `None` if nothing is known of the rest, because only a part was looked at.
+    /// What the replica is to be told: how much of it is damaged. `None` if that is not known, because differences may be changes, or because
+    /// nothing differs in the part that was looked at.
     fn found(&self, verified: &Verified) -> Option<VerifyFinding> {
         let left = if verified.repaired { 0 } else { verified.differing.bytes };
         let whole = self.options.ranges.is_empty() && verified.unreadable.extents == 0;
-        (left > 0 || whole).then(|| VerifyFinding {
-            bytes_differing: left,
-            but_changed: self.passes_over(verified),
-            inexact: left > 0 && !verified.exact,
-        })
+        let says = if left > 0 { verified.exact } else { whole };
+        says.then(|| VerifyFinding { bytes_differing: left, but_changed: self.passes_over(verified) })
     }
 
     /// True if blocks that changed since the replica's epoch were not compared: the next sync sends them.

@@ -66,7 +66,7 @@ impl ReplicaDigests {
         let (file, told) = match opened {
             Ok(_) if adopts => (None, "the replica was adopted".into()),
             Ok(_) if replica.doubts_digests()? => {
-                (None, "a verification found differences, or the replica was rewound".into())
+                (None, "a verification found differences or did not end, or the replica was rewound".into())
             }
             Ok(file) => (Some(file), String::new()),
             Err(why) => (None, why),

@@ -87,9 +87,6 @@ pub(crate) struct VerifyFinding {
     pub bytes_differing: u64,
     /// Blocks that changed since the replica's epoch were not compared.
     pub but_changed: bool,
-    /// What differs may be changes of the source.
-    #[serde(default)]
-    pub inexact: bool,
 }
 
 /// Opens a replica.
