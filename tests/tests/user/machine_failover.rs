@@ -74,7 +74,7 @@ impl Told {
     }
 }
 
-/// A raw root disk with the load on it, and a disk for its second database.
+/// The guest's disks, in qcow2: its root with the load on it, and one for its second database.
 fn disks(site: &Site) -> [PathBuf; 2] {
     let base = machine::base().expect("asked");
     let (root, data) = (site.path("root.raw"), site.image("data.raw", 128 << 20));

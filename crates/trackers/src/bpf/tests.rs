@@ -371,7 +371,7 @@ struct Held {
 const PLACES: u64 = 4;
 
 impl Held {
-    /// Freezes, and fills the queue. Call `track` before, if it is to be seen.
+    /// One that writes at once, up to [`Held::hold`].
     fn new() -> Held {
         let beneath = Loop::new(64);
         let folder = testing::temporary();
@@ -393,6 +393,7 @@ impl Held {
         self.disk.as_ref().unwrap().name()
     }
 
+    /// Freezes the file system, and fills the queue.
     fn hold(&mut self) {
         run(&format!("fsfreeze -f {}", self.mount));
         for place in 0..PLACES {
