@@ -38,6 +38,9 @@ pub struct Image {
     written: AtomicBool,
     /// Held while they are written out.
     settling: Mutex<()>,
+    /// Held by what writes, and alone by what may free clusters: a QEMU that frees a cluster while a write into it is under way enters it
+    /// into its tables again, and gives it to others.
+    clusters: RwLock<()>,
     reserved: Mutex<Reserved>,
 }
 
@@ -106,6 +109,7 @@ impl Image {
             running: RwLock::new(Some(running)),
             written: AtomicBool::new(false),
             settling: Mutex::default(),
+            clusters: RwLock::default(),
             reserved: Mutex::default(),
         })
     }
@@ -178,6 +182,16 @@ impl Image {
         })
     }
 
+    fn write(&self, write: impl FnOnce(&NbdDisk) -> io::Result<()>) -> io::Result<()> {
+        let _shared = self.clusters.read().unwrap_or_else(PoisonError::into_inner);
+        self.change(write)
+    }
+
+    fn free(&self, free: impl FnOnce(&NbdDisk) -> io::Result<()>) -> io::Result<()> {
+        let _alone = self.clusters.write().unwrap_or_else(PoisonError::into_inner);
+        self.change(free)
+    }
+
     fn change(&self, change: impl FnOnce(&NbdDisk) -> io::Result<()>) -> io::Result<()> {
         if self.access != Use::Write {
             return Err(self.read_only());
@@ -246,19 +260,20 @@ impl Disk for Image {
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
-        self.change(|disk| disk.write_at(offset, buf))
+        self.write(|disk| disk.write_at(offset, buf))
     }
 
     fn write_through(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
-        self.change(|disk| disk.write_through(offset, buf))
+        self.write(|disk| disk.write_through(offset, buf))
     }
 
     fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
-        self.change(|disk| disk.zero(offset, len, unmap, fast))
+        let zero = |disk: &NbdDisk| disk.zero(offset, len, unmap, fast);
+        if unmap { self.free(zero) } else { self.write(zero) }
     }
 
     fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.change(|disk| disk.discard(offset, len))
+        self.free(|disk| disk.discard(offset, len))
     }
 
     /// QEMU cannot reserve anything: this looks whether there is room, for all that was asked since the last flush, in ascending order.

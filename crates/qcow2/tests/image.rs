@@ -108,6 +108,31 @@ fn it_grows_and_shrinks_under_a_queue() {
 }
 
 #[test]
+fn nothing_is_freed_while_it_is_written() {
+    let temp = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (path, disk) = new(temp.path(), 64 << 20);
+    let mut queue = disk.clone().queue(2).unwrap();
+    let write = device::RequestKind::Write { fua: false };
+    let zero = device::RequestKind::Zero { unmap: true, fua: false, fast: false };
+    for cluster in (0..64 << 20).step_by(65536) {
+        // Zeroes that stay allocated: the write goes to that place, and with it under way all of the cluster is zeroes yet.
+        disk.write_at(cluster, &[1; 65536]).unwrap();
+        disk.zero(cluster, 65536, false, false).unwrap();
+        for (kind, offset) in [(write, cluster), (zero, cluster + 32768)] {
+            let pieces = [device::Piece { offset, len: 4096 }].into_iter().collect();
+            queue.submit(device::Request { kind, pieces, buf: device::Buf::from(&[2; 4096][..]), token: 0 });
+        }
+        queue.start();
+        for _ in 0..2 {
+            queue.complete(true).unwrap().result.unwrap();
+        }
+    }
+    drop(queue);
+    drop(disk);
+    assert!(qemu_img("check", &path).contains("No errors were found"));
+}
+
+#[test]
 fn what_a_kill_left_unused_is_freed() {
     let temp = tempfile::tempdir().unwrap();
     let (path, disk) = new(temp.path(), 4 << 20);
