@@ -271,15 +271,20 @@ struct Slow {
     disk: Option<Loop>,
     content: PathBuf,
     mount: String,
-    _server: Running,
+    server: Running,
 }
 
 impl Slow {
     fn new() -> Slow {
+        Slow::with("head -c 16M /dev/urandom >")
+    }
+
+    /// With the content that this makes of a file.
+    fn with(content_by: &str) -> Slow {
         let folder = testing::temporary();
         let (content, mount) = (folder.path().join("content"), folder.path().join("slow"));
         std::fs::create_dir(&mount).unwrap();
-        run(&format!("head -c 16M /dev/urandom >{}", content.display()));
+        run(&format!("{content_by}{}", content.display()));
         let mount = mount.display().to_string();
         let server = start(&format!(
             "nbdfuse -C 32 {mount} --command nbdkit -s --filter=delay file {} delay-write=400ms",
@@ -291,7 +296,7 @@ impl Slow {
             assert!(Instant::now() < until, "nbdfuse does not start");
             std::thread::sleep(Duration::from_millis(20));
         }
-        Slow { disk: Some(Loop::over(image, folder)), content, mount, _server: server }
+        Slow { disk: Some(Loop::over(image, folder)), content, mount, server }
     }
 }
 
@@ -357,6 +362,57 @@ fn a_write_in_flight_at_the_checkpoint_is_not_lost() {
     assert_eq!(with, 0);
     assert!(without > 0, "nothing was lost without the second mark, so this test shows nothing");
     println!("{without} of 4096 blocks are lost without the second mark");
+}
+
+/// A discard that the kernel cuts is a chain: each part leads to the next. Here the first is older than the tracker, and the second is not.
+#[test]
+fn a_write_that_is_older_than_its_tracker_is_not_excused_by_one_that_it_leads_to() {
+    if !ready(&["nbdkit", "nbdfuse", "blkdiscard"]) {
+        return;
+    }
+    // Two parts of 4 GiB and some.
+    let mut slow = Slow::with("truncate -s 10G ");
+    let disk = slow.disk.as_ref().unwrap();
+    let system = Path::new("/sys/class/block").join(disk.device.file_name().unwrap());
+    std::fs::write(system.join("queue/nr_requests"), PLACES.to_string()).unwrap();
+    let server = slow.server.0.id().to_string();
+    run(&format!("kill -STOP {server}"));
+    // Reads hold the places, which no tracker looks at.
+    let holders: Vec<_> = (1..=PLACES)
+        .map(|place| {
+            let dd = format!("dd if={} of=/dev/null bs=4k count=1 skip={}", disk.name(), place * 1000);
+            start(&format!("{dd} iflag=direct status=none"))
+        })
+        .collect();
+    soon("the queue is full", || read(&system.join("inflight")).starts_with(&format!("{PLACES:8} ")));
+    let mut discard = start(&format!("blkdiscard -f {}", disk.name()));
+    let wchan = PathBuf::from(format!("/proc/{}/wchan", discard.0.id()));
+    soon("the discard waits for a place", || read(&wchan).contains("get_tag"));
+    let tracker = add(&disk.device, None).unwrap();
+    tracker.checkpoint().unwrap();
+    tracker.release(EPOCH).unwrap();
+    assert_eq!(tracker.lost().unwrap(), None);
+    run(&format!("kill -CONT {server}"));
+    assert!(discard.0.wait().unwrap().success());
+    let why = tracker.lost().unwrap().unwrap_or_default();
+    drop(tracker);
+    for mut holder in holders {
+        assert!(holder.0.wait().unwrap().success());
+    }
+    remove(&disk.device).unwrap();
+    assert!(why.contains("1 writes completed whose start was not seen"), "{why}");
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap()
+}
+
+fn soon(what: &str, mut is: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(30);
+    while !is() {
+        assert!(Instant::now() < until, "not within 30 s: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// A loop device whose writes wait for their place in its queue, which others hold, as long as the file system beneath it is frozen.
