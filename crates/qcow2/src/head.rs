@@ -28,7 +28,7 @@ pub struct ImageHeader {
     features: u64,
     bitmaps: bool,
     /// Bytes of a cluster.
-    cluster: u64,
+    pub(crate) cluster: u64,
     /// Bytes of the entry of one in a table.
     entry: u64,
 }

@@ -13,6 +13,7 @@ use device::{Access, DeviceError, DeviceErrorKind, Disk, Queue, ThreadQueue};
 use nbd::NbdDisk;
 use nbd::client::Address;
 
+use crate::head::ImageHeader;
 use crate::server::{QemuNbd, Use, hold};
 use crate::tools;
 
@@ -41,6 +42,8 @@ pub struct Image {
     /// Held by what writes, and alone by what may free clusters: a QEMU that frees a cluster while a write into it is under way enters it
     /// into its tables again, and gives it to others.
     clusters: RwLock<()>,
+    /// Bytes of one.
+    cluster: u64,
     reserved: Mutex<Reserved>,
 }
 
@@ -101,8 +104,10 @@ impl Image {
                 io::Error::from,
             )
         })?;
+        let cluster = ImageHeader::of(&file)?.map_or(LARGEST_CLUSTER, |head| head.cluster);
         Ok(Image {
             file,
+            cluster,
             path: path.to_path_buf(),
             access,
             place: place.map(Path::to_path_buf),
@@ -268,6 +273,10 @@ impl Disk for Image {
     }
 
     fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        let first = offset.checked_next_multiple_of(self.cluster);
+        let whole = |first: u64| first.saturating_add(self.cluster) <= offset.saturating_add(len);
+        // Parts of a cluster have no place of their own.
+        let unmap = unmap && first.is_some_and(whole);
         let zero = |disk: &NbdDisk| disk.zero(offset, len, unmap, fast);
         if unmap { self.free(zero) } else { self.write(zero) }
     }
