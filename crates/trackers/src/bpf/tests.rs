@@ -371,7 +371,7 @@ fn a_write_that_is_older_than_its_tracker_is_not_excused_by_one_that_it_leads_to
         return;
     }
     // Two parts of 4 GiB and some.
-    let mut slow = Slow::with("truncate -s 10G ");
+    let slow = Slow::with("truncate -s 10G ");
     let disk = slow.disk.as_ref().unwrap();
     let system = Path::new("/sys/class/block").join(disk.device.file_name().unwrap());
     std::fs::write(system.join("queue/nr_requests"), PLACES.to_string()).unwrap();
@@ -545,7 +545,14 @@ fn nobody_releases_what_another_checkpoint_has_taken() {
     write(&disk.device, 5);
     assert_eq!(runs(&one.checkpoint().unwrap()), "[5..6]");
     assert_eq!(one.released().unwrap(), Some(Uuid::from_u128(2)));
-    one.release(Uuid::from_u128(3)).unwrap();
+    // One that stops between the two records and what it would read after, as if it were killed there.
+    let number = BlockDevice::at(&disk.device).unwrap().number;
+    let mut other = BpfTracker::open(&folder(&number), &disk.device).unwrap();
+    other.flight = std::fs::File::open("/dev/null").unwrap().into();
+    write(&disk.device, 9);
+    assert!(other.checkpoint().is_err());
+    assert!(matches!(one.release(Uuid::from_u128(3)), Err(TrackError::Refused(_))));
+    assert_eq!(runs(&one.dirty().unwrap()), "[5..6, 9..10]");
     remove(&disk.device).unwrap();
 }
 
