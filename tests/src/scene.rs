@@ -28,7 +28,8 @@ pub struct Scene {
 /// Makes the state of a replica in a file named `vm.raw` believe that nothing has changed that since.
 pub fn restamp(replica: &Path) {
     use std::os::unix::fs::MetadataExt;
-    let path = replica.with_file_name(".vm.raw.dsync/lineage");
+    let name = replica.file_name().expect("a name").to_string_lossy();
+    let path = replica.with_file_name(format!(".{name}.dsync/lineage"));
     let mut lineage: serde_json::Value =
         serde_json::from_slice(&std::fs::read(&path).expect("the lineage")).expect("JSON");
     let file = std::fs::metadata(replica).expect("the replica");

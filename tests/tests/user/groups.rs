@@ -14,7 +14,7 @@ use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::listener::Listening;
 use dsync_tests::nbd::{Address, Client};
-use dsync_tests::scene::fingerprints;
+use dsync_tests::scene::{fingerprints, restamp};
 use dsync_tests::{Output, Random, Run, Server, Site, need, need_root, rounds, skipped, until};
 
 const MIB: u64 = 1 << 20;
@@ -164,6 +164,16 @@ impl Two {
             client.write(block * BLOCK, &self.random.bytes(BLOCK as usize)).expect("a write");
         }
         client.close().expect("the end");
+    }
+
+    /// Changes the first replica as its disk would, of which no time tells.
+    fn damage(&mut self) {
+        let [replica, _] = self.replicas();
+        let time = replica.metadata().and_then(|file| file.modified()).expect("a time");
+        image::scribble(&replica, 0, BLOCK, &mut self.random);
+        let file = std::fs::OpenOptions::new().write(true).open(&replica).expect("a replica");
+        file.set_modified(time).expect("a time");
+        restamp(&replica);
     }
 
     fn replicas(&self) -> [PathBuf; 2] {
@@ -565,11 +575,7 @@ fn a_repair_of_a_member_costs_no_common_moment() {
     for damaged in [false, true] {
         let [replica, _] = two.replicas();
         if damaged {
-            // As a disk does it, of which no time tells.
-            let time = replica.metadata().and_then(|file| file.modified()).expect("a time");
-            image::scribble(&replica, 0, BLOCK, &mut two.random);
-            let file = std::fs::OpenOptions::new().write(true).open(&replica).expect("a replica");
-            file.set_modified(time).expect("a time");
+            two.damage();
         }
         two.site.dsync(["verify", "--repair"]).args([&two.images[0], &replica]).output();
         two.command(&["rewind", "--group", &dir, "--to", "1"]).ok();
@@ -588,6 +594,54 @@ fn a_repair_of_a_member_costs_no_common_moment() {
     two.command(&["rewind", "--group", &dir, "--to", "2"]).ok();
     let is = two.replicas().each_ref().map(|replica| std::fs::read(replica).expect("a replica"));
     assert!(is == were, "after two more syncs");
+}
+
+#[test]
+fn a_repair_of_a_member_that_is_killed_costs_no_common_moment() {
+    const WHAT: &str = "a repair of a member that is killed";
+    if !need(&["strace"], WHAT) {
+        return;
+    }
+    let mut two = Two::new(WHAT);
+    two.sync(&["--keep", "24h"]).ok();
+    let dir = two.dir();
+    // At each of its renames, up to the first repair that has no more of them.
+    let mut killed = 0;
+    for at in 1.. {
+        (0..2).for_each(|disk| two.change(disk, 3));
+        let (_, group) = summaries(&two.sync(&[]).ok());
+        let epoch = group["epoch"].to_string();
+        // What is damaged is damaged in the moments from before the repair, too.
+        let sound = |two: &Two| {
+            two.replicas().map(|replica| std::fs::read(replica).expect("a replica").split_off(BLOCK as usize))
+        };
+        let were = sound(&two);
+        two.damage();
+        let inject = format!("inject=rename,renameat,renameat2:signal=KILL:when={at}");
+        let strace = two.site.run(&dsync_tests::find("strace").expect("strace")).args([
+            "-f",
+            "-o",
+            "/dev/null",
+            "-e",
+            &inject,
+        ]);
+        let repair = strace.arg(dsync_tests::site::binary()).args(["verify", "--repair"]);
+        let [replica, _] = two.replicas();
+        let cut = repair.args([&two.images[0], &replica]).output();
+        two.change(1, 3);
+        let (members, _) = summaries(&two.sync(&[]).ok());
+        assert_eq!(members[0]["bytes_written"], 0, "the sync has gone on from the repair: {members:?}");
+        two.site.dsync(["verify", "--repair"]).args([&two.images[0], &replica]).ok();
+        two.equal();
+        two.command(&["rewind", "--group", &dir, "--to", &epoch]).ok();
+        assert!(sound(&two) == were, "at rename {at}: {cut}");
+        if cut.status.success() {
+            break;
+        }
+        killed += 1;
+    }
+    assert!(killed > 3, "{killed} repairs were killed");
+    println!("{killed} repairs were killed");
 }
 
 #[test]
