@@ -72,8 +72,8 @@ pub enum SourceError {
     /// The source changed during a read, although it is not served.
     #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync track add\" for a disk, or an image on XFS or Btrfs; \"dsync serve\" for any image), and run again", .0.display())]
     Moved(PathBuf),
-    /// Another program wrote to the image of a source that is tracked by clones, while that was read itself and not a clone of it.
-    #[error("another program wrote to source {} while the image itself was read, and not a clone of it (for a demotion, for a group, or because none can be made): stop that program, and run again", .0.display())]
+    /// Another program wrote to the image of a source that is tracked by clones, while that had to be at rest.
+    #[error("another program wrote to source {} while it had to be at rest (for a demotion, for a group, or because no clone of it can be made): stop that program, and run again", .0.display())]
     NotAtRest(PathBuf),
     /// Another file is at the path of the served one.
     #[error("{} was replaced by another file while it is served: what clients have written is in the file that the server has open, and is gone when that stops. Copy it first (\"nbdcopy\" from the server); then stop the server, put the copy in its place, and serve it again", .0.display())]

@@ -255,8 +255,13 @@ impl Parts {
         };
         // From before the clone: what is written to an image after that counts as others' writes.
         self.identity = clone.image.clone();
-        if options.read_only && options.at_rest == AtRest::NotNeeded {
-            (self.disk, self.backing) = (clone.disk()?, Box::new(clone.backing()));
+        // An image that has to be at rest is read by its clone, too: what is sent of it is of one moment, whatever ends the sync.
+        if options.read_only {
+            self.disk = clone.disk()?;
+            let image = std::mem::replace(&mut self.backing, Box::new(clone.backing()));
+            if options.at_rest != AtRest::NotNeeded {
+                self.backing = Box::new(clone.at_rest(image));
+            }
         }
         self.outside = Some(Outside::Clone(clone));
         Ok(None)
@@ -864,6 +869,10 @@ impl Source {
     pub(crate) fn passes_on(&self, lives: &Lives) -> Result<(), SourceError> {
         let mut epochs = self.epochs();
         let (Some(tip), Some(about)) = (lives.tip(), about_in(&*self.folder)?) else { return Ok(()) };
+        // It had epochs of its own before: it was restored as a replica, and passes on nothing.
+        if about.passed.is_none() && epochs.history.last().is_some() {
+            return Ok(());
+        }
         if about.passed.is_some_and(|passed| !lives.has(&passed)) {
             self.note_other(&mut epochs, Gap::OtherContent("it is a replica, which was set back".into()))?;
         }
@@ -1061,6 +1070,11 @@ impl Source {
         let watch = backing.watch()?;
         let moved =
             if clones::are_kept(&*self.folder)? { SourceError::NotAtRest } else { SourceError::Moved };
+        // What was written since the checkpoint has found what changed is in none of that.
+        self.look(&mut self.epochs())?;
+        if self.disk.foreign().is_some() {
+            return Err(moved(path));
+        }
         let alive = move || match backing.identity() {
             Ok(now) if now == before && watch.as_ref().is_none_or(WriteWatch::is_still) => backing.still(),
             Ok(_) => Err(io::Error::other(moved(path.clone()).to_string())),
@@ -1078,6 +1092,7 @@ impl Source {
     pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         let open = self.open_epochs();
         let mut epochs = self.epochs();
+        moments::proven(&*self.folder, at.epoch)?;
         let bookmarks = Bookmarks::set(&*self.folder, replica, at)?;
         Tally::follow(&*self.folder, &bookmarks, replica);
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)

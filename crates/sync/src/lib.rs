@@ -80,7 +80,7 @@ pub use roles::group_demote::{Afterwards, LastGroupSync, demote_group};
 pub use roles::group_promote::{GroupPromotion, promote_group};
 pub use roles::last_word::LastWord;
 pub use roles::promote::{PromoteOptions, Promotion, promote};
-pub use roles::{made_elsewhere, refuse_replica, unpromoted};
+pub use roles::{made_elsewhere, refuse_replica, restored, unpromoted};
 #[doc(hidden)]
 pub use site::Site;
 pub use source_end::account::count_failure;

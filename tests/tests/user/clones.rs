@@ -561,7 +561,14 @@ fn on_a_full_file_system_the_old_clone_goes_first() {
     }
     let check = scene.site.dsync(["status", "--check"]).arg(&scene.image).code(1).text();
     assert!(check.contains("file system is filling up") && check.contains("dsync track remove"), "{check}");
-    scene.sync(&[]).ok();
+    // Nobody has to stop: it is the new clone that is read.
+    let log = scene.site.path("calls");
+    let strace = scene.site.run(&dsync_tests::find("strace").expect("strace"));
+    let strace = strace.args(["-f", "-qq", "-e", "trace=ioctl", "-o"]).arg(&log);
+    strace.arg(dsync_tests::site::binary()).arg("sync").args([&scene.image, &scene.replica]).ok();
+    let calls = std::fs::read_to_string(&log).expect("the calls");
+    let cloned = |line: &str| line.contains("FICLONE") && line.ends_with("= 0");
+    assert!(calls.lines().any(cloned), "{calls}");
     assert_equal(&scene.image, &scene.replica);
     scene.site.dsync(["status", "--check"]).arg(&scene.image).ok();
     std::fs::remove_file(&fill).expect("a file");
@@ -646,7 +653,7 @@ fn a_server_takes_over_and_gives_back() {
 
 /// A program writes to a tracked image that has to be at rest: to track it helps no more.
 fn refused_in_use(output: &Output) {
-    output.says(&["another program wrote to source", "not a clone of it", "stop that program"]);
+    output.says(&["another program wrote to source", "had to be at rest", "stop that program"]);
     assert!(!output.stderr.contains("dsync track add"), "{output}");
 }
 
@@ -846,6 +853,46 @@ fn a_group_of_tracked_images_is_at_rest() {
     sync().ok();
     assert_equal(&scene.image, &replicas.join("vm.qcow2"));
     assert_equal(&log, &replicas.join("log.raw"));
+}
+
+/// What was read of an image beside another program's writes is no moment of it. Left in a journal, and the image given back from a clone of the
+/// moment, it must not be taken for that.
+#[test]
+fn what_was_read_at_rest_is_of_the_moment_that_is_gone_on_from() {
+    for kill in [false, true] {
+        let Some(mut scene) = Cloned::tracked(KINDS[0], 12 * MIB, "a group that is written to") else {
+            return;
+        };
+        let (saved, replicas) = (scene.place.join("saved"), scene.site.path("replicas"));
+        let replica = replicas.join("vm.qcow2");
+        std::fs::create_dir(&replicas).expect("a folder");
+        let all = scene.random.bytes(12 << 20);
+        write(&scene.image, 0, &all);
+        scene.site.serve(&[&scene.image], &["--group", "db"]).stop();
+        scene.track("add").ok();
+        let sync = || scene.site.dsync(["sync", "--group", "db"]).arg(&replicas);
+        sync().ok();
+        write(&scene.image, 0, &scene.random.bytes(12 << 20));
+        let clone = |from: &Path, to: &Path| Run::new("cp").arg("--reflink=always").args([from, to]).ok();
+        clone(&scene.image, &saved);
+        let mut first = sync().args(["--bwlimit", "4M"]).start();
+        let journal = replicas.join(".vm.qcow2.dsync/journal");
+        until("some of it has arrived", || journal.metadata().is_ok_and(|file| file.len() > MIB));
+        // What is not read yet.
+        write(&scene.image, 9 * MIB, &scene.random.bytes(1 << 20));
+        until("more has arrived", || {
+            first.ended().is_some() || journal.metadata().is_ok_and(|file| file.len() > 11 * MIB)
+        });
+        if kill {
+            first.kill();
+            drop(first);
+        } else {
+            refused_in_use(&first.output(Duration::from_secs(60)));
+        }
+        clone(&saved, &scene.image);
+        sync().ok();
+        assert_equal(&scene.image, &replica);
+    }
 }
 
 /// A map is as long as its image is in pieces.

@@ -49,6 +49,47 @@ fn a_consent_that_is_killed_leaves_one_role() {
     println!("{killed} were killed");
 }
 
+/// A disk that was demoted with writes that only it has is given up by a command that is killed at any step, and run again as it was.
+#[test]
+fn a_command_that_gives_up_a_former_source_is_run_again_after_a_kill() {
+    const WHAT: &str = "a command that gives up a former source";
+    if !need(&["strace"], WHAT) {
+        return;
+    }
+    let mut random = Random::new(WHAT);
+    for at in 1.. {
+        let site = Site::new();
+        let (near, far) = (site.image("near.raw", SIZE), site.path("far.raw"));
+        site.sync(&near, &far, &[]).ok();
+        site.dsync(["promote", "--force"]).arg(&far).ok();
+        let server = site.serve(&[&near], &[]);
+        Disks::change(&server, &near, &mut random);
+        server.stop();
+        let wrote = std::fs::read(&near).expect("a disk");
+        site.dsync(["demote"]).arg(&near).ok();
+        let inject = format!("inject=rename,renameat,renameat2:signal=KILL:when={at}");
+        let strace =
+            site.run(&find("strace").expect("strace")).args(["-f", "-o", "/dev/null", "-e", &inject]);
+        let saved = site.path("saved.delta");
+        let save = ["--save-there", saved.to_str().expect("a path")];
+        let cut = strace.arg(dsync_tests::site::binary()).arg("sync").args([&far, &near]).args(save).output();
+        if !cut.status.success() {
+            site.sync(&far, &near, &save).ok();
+        }
+        image::assert_equal(&near, &far);
+        // All of it, over what both had.
+        let both = site.path("both.raw");
+        site.sync(&far, &both, &[]).ok();
+        site.dsync(["inspect"]).arg(&saved).ok();
+        let delta = std::fs::metadata(&saved).expect("what was saved").len();
+        assert!(wrote != std::fs::read(&near).expect("a disk") && delta > 4096, "{delta}");
+        if cut.status.success() {
+            assert!(at > 10, "{at} renames");
+            break;
+        }
+    }
+}
+
 /// The renames of a demotion, among them that of its intent, at which it is killed.
 const FIRST: u64 = 14;
 const LAST: u64 = 34;

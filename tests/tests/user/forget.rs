@@ -45,6 +45,19 @@ fn a_refused_command_leaves_no_source_behind() {
     assert_eq!(sources(&site), 1, "a known source is not forgotten by a refusal");
 }
 
+/// What is no replica any more is not shown as one that is up to date for ever.
+#[test]
+fn who_forgets_a_replica_is_told_that_its_source_lists_it() {
+    let site = Site::new();
+    let (disk, replica) = (site.image("vm.raw", MIB), site.path("copy.raw"));
+    site.sync(&disk, &replica, &[]).ok();
+    let told = site.dsync(["forget"]).arg(&replica).ok().text();
+    let way = format!("dsync forget {} {}", disk.display(), replica.display());
+    assert!(told.contains(&way), "{told}");
+    site.dsync(["forget"]).args([&disk, &replica]).ok();
+    assert!(!site.dsync(["status"]).ok().text().contains("copy.raw"));
+}
+
 /// A copy of a replica takes no sync and is not promoted; where the source is gone, it becomes a plain disk, as the message says.
 #[test]
 fn a_copied_replica_may_be_forgotten() {

@@ -526,6 +526,52 @@ fn a_restored_disk_takes_no_newer_replica_back() {
     }
 }
 
+/// What was written to a disk since it was restored is in no replica: nothing overwrites it before its user has said so.
+#[test]
+fn a_restored_disk_that_was_written_to_is_not_repaired() {
+    for looked in [false, true] {
+        let mut random = Random::new("a restored disk that was written to");
+        let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+        a.sync(&b, &[]).ok();
+        std::fs::remove_file(&a.disk).expect("it is lost");
+        b.sync(&a, &["--create"]).ok();
+        if looked {
+            a.sync(&b, &[]).code(4).says(&["dsync has restored it"]);
+        }
+        std::thread::sleep(Duration::from_millis(30));
+        image::scribble(&a.disk, MIB, BLOCK, &mut random);
+        let written = image::fingerprint(&a.disk);
+        let replica = image::fingerprint(&b.disk);
+        let way = format!("dsync forget --replica {}", a.disk.display());
+        for refused in [
+            a.sync(&b, &[]),
+            a.sync(&b, &["--accept-source"]),
+            b.sync(&a, &[]),
+            a.towards(&b, &["verify", "--repair"]),
+            b.towards(&a, &["verify", "--repair"]),
+        ] {
+            refused.code(4).says(&[
+                "was restored as a replica",
+                &way,
+                "--accept-source",
+                "which no replica has",
+            ]);
+        }
+        a.run(&["status"]).code(4).says(&[&way]);
+        let shown = a.site.dsync(["status"]).ok().text();
+        assert!(shown.contains(&way), "{shown}");
+        assert_eq!((written, replica), (image::fingerprint(&a.disk), image::fingerprint(&b.disk)));
+        a.site.dsync(["forget", "--replica"]).arg(&a.disk).ok();
+        a.sync(&b, &[]).code(4).says(&["dsync has restored it"]);
+        a.sync(&b, &["--accept-source"]).ok();
+        image::assert_equal(&a.disk, &b.disk);
+        assert_eq!(written, image::fingerprint(&a.disk));
+        a.write([3], &mut random);
+        a.sync(&b, &[]).ok();
+        image::assert_equal(&a.disk, &b.disk);
+    }
+}
+
 /// That its content is another one holds through changes of roles, and for whoever takes over from it.
 #[test]
 fn another_content_is_not_forgotten_by_a_promotion() {

@@ -560,6 +560,66 @@ fn a_delta_that_never_fits_leaves_the_past() {
     scene.equal();
 }
 
+/// A delta that leads to a size of which the file system has no files is refused before it is taken in: it could never be merged.
+#[test]
+fn a_disk_that_grows_beyond_the_largest_file_is_refused() {
+    let what = "a disk that grows beyond the largest file of a file system";
+    let mut scene = Scene::new(what, 4 * MIB);
+    // With blocks of 1 KiB, and without extents, 16 GiB.
+    let Some(_small) = Small::new(&mut scene, "ext2", 64 * MIB, what) else { return };
+    for commit in ["journal", "in-place"] {
+        let source = scene.site.image(&format!("{commit}.raw"), 4 * MIB);
+        let replica = scene.replica.with_file_name(format!("{commit}.raw"));
+        let resize = |len| {
+            let file = std::fs::OpenOptions::new().write(true).open(&source).expect("a disk");
+            file.set_len(len).expect("another size");
+        };
+        scene.site.sync(&source, &replica, &["--keep", "24h"]).ok();
+        image::scribble(&source, 0, BLOCK, &mut scene.random);
+        scene.site.sync(&source, &replica, &[]).ok();
+        let before = image::fingerprint(&replica);
+        resize(20 << 30);
+        let refused = scene.site.sync(&source, &replica, &["--commit", commit]).code(4);
+        refused.says(&["cannot become as large as its source", "has no files of 20.0 GiB"]);
+        assert_eq!(image::fingerprint(&replica), before);
+        scene.site.dsync(["rewind"]).arg(&replica).args(["--to", "1"]).ok();
+        resize(4 * MIB);
+        scene.site.sync(&source, &replica, &["--allow-shrink"]).ok();
+        image::assert_equal(&source, &replica);
+    }
+}
+
+/// The past is not given up where it takes no room from the replica.
+#[test]
+fn a_past_on_another_file_system_makes_no_room() {
+    let what = "a past on another file system";
+    let mut scene = Scene::new(what, 32 * MIB);
+    let Some(small) = Small::new(&mut scene, "ext4", 64 * MIB, what) else { return };
+    let apart = scene.site.path("apart");
+    let apart = ["--journal-dir", apart.to_str().expect("a path")];
+    let sync = |scene: &Scene, more: &[&str]| scene.sync(&[&apart[..], more].concat());
+    fill_holes(&mut scene, 0..8 * MIB);
+    sync(&scene, &["--keep-last", "5"]).ok();
+    for _ in 0..3 {
+        fill_holes(&mut scene, 0..8 * MIB);
+        sync(&scene, &[]).ok();
+    }
+    let moments = || {
+        let listed = scene.site.dsync(["rewind", "--json"]).arg(&scene.replica).args(apart);
+        listed.ok().summary()["moments"].as_array().map_or(0, Vec::len)
+    };
+    assert_eq!(moments(), 3);
+    small.leave(MIB);
+    let (random, mut client) = (Random::new(what).bytes(MIB as usize), scene.client());
+    (16..24).for_each(|mib| client.write(mib * MIB, &random).expect("a write"));
+    client.close().expect("the end");
+    sync(&scene, &[]).code(1).says(&["no space left", "replica is unchanged"]);
+    assert_eq!(moments(), 3);
+    small.make_room();
+    sync(&scene, &[]).ok();
+    scene.equal();
+}
+
 /// What the message names besides room is a command that works.
 #[test]
 fn a_journal_that_does_not_fit_is_not_needed() {

@@ -280,6 +280,52 @@ fn a_list_is_taken_again_until_its_epoch_has_arrived() {
     assert_eq!(volume.sync(&volume.replica), 1);
 }
 
+/// A list counts from a moment that was read in place while others wrote, and the disk was set back to that moment: what had arrived of it may not be it.
+#[test]
+fn a_moment_that_was_not_read_to_its_end_is_counted_from_by_nobody() {
+    for kill in [false, true] {
+        let volume = Volume::new("told in place and cut off", 6 * MIB);
+        let (mut random, disk, replica) =
+            (Random::new("writes"), volume.last().to_path_buf(), &volume.replica);
+        let sync = |name: &str, more: &[&str]| {
+            volume.site.sync(&disk, replica, &[&["--as", name][..], more].concat())
+        };
+        sync("s0", &[]).ok();
+        image::scribble(&disk, 0, 6 * MIB, &mut random);
+        let saved = volume.site.path("saved");
+        image::copy(&disk, &saved);
+        let list = volume.file("1.list", format!("0 {}\n", 6 * MIB));
+        let told = |name: &str, since: &str| {
+            sync(name, &["--since", since, "--changes", list.to_str().expect("a path")])
+        };
+        let mut first = told("s1", "s0").args(["--bwlimit", "2M"]).start();
+        let journal = volume.site.path(".replica.raw.dsync/journal");
+        until("a part has arrived", || journal.metadata().is_ok_and(|found| found.len() > MIB));
+        image::scribble(&disk, 4 * MIB, MIB, &mut random);
+        until("more has arrived", || {
+            first.ended().is_some() || journal.metadata().is_ok_and(|found| found.len() > 5 * MIB + MIB / 2)
+        });
+        if kill {
+            first.kill();
+            drop(first);
+        } else {
+            first.output(std::time::Duration::from_secs(60)).says(&["another program wrote"]);
+        }
+        // In its place, as a snapshot is rolled back.
+        let bytes = std::fs::read(&saved).expect("the moment");
+        std::fs::write(&disk, bytes).expect("the disk");
+        image::scribble(&disk, 5 * BLOCK, BLOCK, &mut random);
+        volume.file("1.list", format!("{} {BLOCK}\n", 5 * BLOCK));
+        let summary = told("s2", "s1").ok().summary();
+        assert_eq!(summary["method"], "compare", "{summary}");
+        assert_equal(&disk, replica);
+        image::scribble(&disk, 7 * BLOCK, BLOCK, &mut random);
+        volume.file("1.list", format!("{} {BLOCK}\n", 7 * BLOCK));
+        told_by(&told("s3", "s2").ok().summary(), &list);
+        assert_equal(&disk, replica);
+    }
+}
+
 #[test]
 fn each_replica_gets_what_it_lacks() {
     let mut volume = Volume::synced("told twice", MIB);

@@ -45,6 +45,52 @@ fn text<'a>(summary: &'a Value, field: &str) -> &'a str {
     summary[field].as_str().unwrap_or_else(|| panic!("no {field} in {summary}"))
 }
 
+/// What others write after it was found out what changed, and before it is read, is in none of that: one of two writes would be read, and the other not.
+#[test]
+fn what_is_written_between_the_cut_and_the_reading_is_noticed() {
+    let what = "a write between the cut and the reading";
+    if !need(&["strace"], what) {
+        return;
+    }
+    let mut scene = Scene::synced(what, 4 * MIB);
+    for round in 0..rounds(6, 40) {
+        let mut client = scene.client();
+        client.write(0, &scene.random.bytes(BLOCK as usize)).expect("a write");
+        client.close().expect("the end");
+        scene.stop();
+        let epochs = || {
+            let folders = scene.site.state().join("sources").read_dir().expect("the sources").flatten();
+            let history = |folder: PathBuf| folder.join("history").metadata().map_or(0, |found| found.len());
+            folders.map(|folder| history(folder.path())).sum::<u64>()
+        };
+        let before = epochs();
+        let strace = scene.site.run(&dsync_tests::find("strace").expect("strace"));
+        let slow = ["-f", "-qq", "-o", "/dev/null", "-e", "inject=fsync,fdatasync:delay_exit=40000"];
+        let sync = strace.args(slow).arg(dsync_tests::site::binary()).arg("sync");
+        let sync = sync.args([&scene.image, &scene.replica]).start();
+        until("the epoch is written down", || epochs() != before);
+        let bytes = [scene.random.bytes(BLOCK as usize), scene.random.bytes(BLOCK as usize)];
+        // In what changed, and beside it.
+        let places = [0, MIB];
+        let file = OpenOptions::new().read(true).write(true).open(&scene.image).expect("the source");
+        for (at, bytes) in places.iter().zip(&bytes) {
+            file.write_all_at(bytes, *at).expect("a write");
+        }
+        let done = sync.output(Duration::from_secs(60));
+        let replica = OpenOptions::new().read(true).open(&scene.replica).expect("the replica");
+        let has = |at: &u64, bytes: &Vec<u8>| {
+            let mut found = vec![0; bytes.len()];
+            replica.read_exact_at(&mut found, *at).expect("reading");
+            found == *bytes
+        };
+        let has: Vec<bool> = places.iter().zip(&bytes).map(|(at, bytes)| has(at, bytes)).collect();
+        assert!(!done.status.success() || has[0] == has[1], "round {round}: {has:?} {done}");
+        scene.sync(&[]).ok();
+        scene.equal();
+        scene.start();
+    }
+}
+
 #[test]
 fn a_copy_by_hand_sends_everything_and_keeps_holes() {
     for commit in ["journal", "in-place"] {

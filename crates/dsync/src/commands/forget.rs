@@ -52,7 +52,10 @@ pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Res
             }
             source(&place, &about, args.dry_run, state, output)
         }
-        _ => replica(&args.what, args.journal_dir.as_deref(), args.dry_run, state, output),
+        _ => {
+            replica(&args.what, args.journal_dir.as_deref(), args.dry_run, state, output)?;
+            say_listed(&local::path_of(&args.what)?, state, output)
+        }
     }
 }
 
@@ -275,6 +278,18 @@ fn replica(
         return Ok(());
     }
     forgotten(&path, &kept, moments, dry_run, output)
+}
+
+/// Says which sources of this host remember a replica that is forgotten.
+fn say_listed(path: &Path, state: &StateDir, output: &Output) -> Result<()> {
+    for (place, about) in state.survey()?.sources {
+        let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
+        if bookmarks.replicas().any(|(name, _)| Path::new(name) == path) {
+            let (source, replica) = (about.path.display(), path.display());
+            output.say(&format!("{source} still lists it: \"dsync forget {source} {replica}\" ends that"));
+        }
+    }
+    Ok(())
 }
 
 /// Says that a replica is forgotten, and what becomes of its file and of the moments that are kept.

@@ -115,9 +115,24 @@ pub(crate) fn run(
     list("unreadable at the source", &summary.unreadable, output);
     list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
     say(&summary, output);
+    say_restored(&ends.destination, state, output);
     output.summary(&summary);
     let unread = summary.unreadable.extents + summary.unreadable_there.extents;
     Ok(if unread > 0 { FAILED } else { 0 })
+}
+
+/// Says what is left to do where a disk of this host was restored.
+fn say_restored(destination: &Location, state: &StateDir, output: &Output) {
+    let place = destination.host.is_none().then(|| destination.place().ok()).flatten();
+    let Some((path, _)) = place else { return };
+    let lineage = replica::inspect(&path, &sync::open_options(None, state)).ok().flatten();
+    if lineage.is_some_and(|lineage| sync::restored(&path, &lineage, state).is_some()) {
+        output.say(&format!(
+            "{0} is restored, and a replica as well as the source that it was: before it is used, run \"dsync forget --replica {0}\"; the next \
+             sync from it takes --accept-source",
+            path.display()
+        ));
+    }
 }
 
 /// Says what a sync to a replica of this host has cost that one by the time it is interrupted.

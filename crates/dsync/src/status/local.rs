@@ -248,7 +248,8 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
             });
             let what = format!(
                 "was changed by another program since its last commit ({why}), and syncs to it are refused: find out who \
-                 writes there; \"dsync verify\" shows what differs, and \"dsync {mends}\" overwrites it with the source{}",
+                 writes there. \"dsync verify\" shows what differs, and \"dsync {mends}\" overwrites it with the source; if it was restored to be \
+                 used again, \"dsync forget --replica {path}\" makes it an ordinary disk{}",
                 match group.is_none() && !known.past.is_empty {
                     true =>
                         ". If nothing was written, the moments kept by --keep stay; otherwise they are lost",

@@ -157,7 +157,7 @@ pub(crate) fn parse_expiry(text: &str) -> Result<u64, String> {
 }
 
 /// Reads `2026-11-22 13:05` or `2026-11-22T13:05Z`, with or without seconds or a time, in UTC, `10 minutes ago`, or `now`; seconds
-/// since 1970.
+/// since 1970. A minute without seconds, as lists show it, is meant to its end.
 pub(crate) fn parse_moment(text: &str, now: u64) -> Result<u64, String> {
     let wrong = || {
         format!(
@@ -183,10 +183,10 @@ pub(crate) fn parse_moment(text: &str, now: u64) -> Result<u64, String> {
         return Ok(now);
     }
     let text = text.strip_suffix("UTC").or(text.strip_suffix('Z')).unwrap_or(text).trim_end();
-    let (date, time) = text.split_once([' ', 'T']).unwrap_or((text, "00:00"));
+    let (date, time) = text.split_once([' ', 'T']).unwrap_or((text, "00:00:00"));
     let mut parts = time.split(':').map(|part| part.parse::<u64>().ok().filter(|_| part.len() == 2));
     let (Some(Some(hour @ 0..24)), Some(Some(minute @ 0..60)), second, None) =
-        (parts.next(), parts.next(), parts.next().unwrap_or(Some(0)), parts.next())
+        (parts.next(), parts.next(), parts.next().unwrap_or(Some(59)), parts.next())
     else {
         return Err(wrong());
     };
@@ -359,9 +359,10 @@ mod tests {
     fn moments_are_written_as_people_write_them() {
         let now = 1_795_352_700;
         for (text, time) in [
-            ("2026-11-22 13:05", 1_795_352_700),
+            ("2026-11-22 13:05", 1_795_352_759),
+            ("2026-11-22 13:05:00", 1_795_352_700),
             ("2026-11-22 13:05:59 UTC", 1_795_352_759),
-            ("2026-11-22T13:05", 1_795_352_700),
+            ("2026-11-22T13:05", 1_795_352_759),
             ("2026-11-22T13:05:59Z", 1_795_352_759),
             ("now", now),
             ("2026-11-22", 1_795_305_600),

@@ -203,7 +203,7 @@ impl Replica {
         let mut reserved = holes.clone().reserve();
         if let Ok(Some(needed)) = reserved {
             let free = self.destination().free().unwrap_or(u64::MAX);
-            if self.may_find(needed, free) && self.readers_give_way() {
+            if self.may_find_here(needed, free) && self.readers_give_way() {
                 reserved = holes.reserve();
             }
         }

@@ -266,7 +266,7 @@ impl Replica {
             match self.make_room(holes.clone(), false, state) {
                 // Rounded up where it was told.
                 Err(ReplicaError::Full { missing, .. })
-                    if self.may_find(missing.unwrap_or(0).saturating_sub(2 << 20), 0)
+                    if self.may_find_here(missing.unwrap_or(0).saturating_sub(2 << 20), 0)
                         && self.past_gives_way() => {}
                 made => return made,
             }

@@ -2,6 +2,8 @@
 //! them.
 
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use crate::commit::undo::Touched;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
@@ -148,6 +150,13 @@ impl Replica {
     pub(crate) fn may_find(&self, needed: u64, free: u64) -> bool {
         let gives = self.settings().is_some() && !self.rewinds();
         past::findable(self.state(), self.lineage().nonce, gives) >= needed.saturating_sub(free)
+    }
+
+    /// [`Replica::may_find`] on the file system of the destination, which may not be that of the past.
+    pub(crate) fn may_find_here(&self, needed: u64, free: u64) -> bool {
+        let device = |path: Option<&Path>| Some(path?.metadata().ok()?.dev());
+        let (past, here) = (device(Some(self.state().path())), device(self.path().parent()));
+        past.zip(here).is_none_or(|(past, here)| past == here) && self.may_find(needed, free)
     }
 
     /// Makes room at the cost of readers. True if that may have made some.

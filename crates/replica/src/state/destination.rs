@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek as _, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -449,7 +449,12 @@ impl Destination for FileDestination {
 
     fn check_size(&self, len: u64) -> io::Result<()> {
         if self.format.is_raw() {
-            return Ok(());
+            // No file system lets a place be sought at which no file of it can end.
+            let Ok(mut file) = self.file(Name::Final, OFlags::RDONLY) else { return Ok(()) };
+            return file.seek(SeekFrom::Start(len)).map(drop).map_err(|_| {
+                let most = "its file system has no files of";
+                io::Error::new(io::ErrorKind::Unsupported, format!("{most} {}", device::human_size(len)))
+            });
         }
         match self.file(Name::Final, OFlags::RDONLY).and_then(|file| ImageHeader::of(&file)) {
             Ok(Some(head)) => head.check_size(len),

@@ -13,8 +13,9 @@
 //!   ever. The marks are in the record before the stamp says that it is whole.
 //! - **The stamp is the image's just before its clone**, so a disk that was at rest since is known to be so without a clone. If the image
 //!   was written to around it, the stamp is one that no image has, and a record that is trusted by times alone is not trusted.
-//! - **At rest**: a demotion and a group need disks that nobody writes to. They lock the image and read it itself; the clones only tell
-//!   what changed before.
+//! - **At rest**: a demotion and a group need disks that nobody writes to. They lock the image, read the clone, and fail if the image is not
+//!   what that is in the end. What was read of the image itself, and stayed in a journal when the sync ended, would be taken for the epoch
+//!   whose clone the image may be given back from.
 //! - **A server** records for itself: it takes what differs into its record, and removes the clone. The first sync after it makes one
 //!   again.
 //!
@@ -223,9 +224,10 @@ impl NewClone {
         let mut list = only_of(&*state, last)?;
         remove_strays(about, &list);
         let place = beside(&about.path, "dsync-clones");
-        let dir = match Dir::open(&place) {
+        let open = || Dir::open(&place).map_err(|error| format!("cannot make {}: {error}", place.display()));
+        let mut dir = match open() {
             Ok(dir) => dir,
-            Err(error) => return Ok(Err(format!("cannot make {}: {error}", place.display()))),
+            Err(why) => return Ok(Err(why)),
         };
         let _replica = lock_replica(&about.path)?;
         let name = format!("{}{}", prefix(about), Uuid::new_v4());
@@ -234,6 +236,11 @@ impl NewClone {
             // The old one makes room, and all is compared once.
             write_json(&*state, NAME, &Vec::<Kept>::new())?;
             list.drain(..).for_each(|kept| kept.forget());
+            // It went with the last one in it.
+            match open() {
+                Ok(anew) => dir = anew,
+                Err(why) => return Ok(Err(why)),
+            }
             made = fill(&*state, (&dir, &name), (&image, &about.path), around)?;
         }
         Ok(made.map_err(|error| error.to_string()).map(|Filled { file, image, is_still, waited }| {
@@ -274,6 +281,11 @@ impl NewClone {
     pub(crate) fn backing(&self) -> CloneBacking {
         let boot = Boot::of(&[&self.image.path, self.state.path()]);
         CloneBacking { file: self.file.clone(), path: self.path(), image: self.image.clone(), boot }
+    }
+
+    /// What a source has to know of it whose image has to be at rest.
+    pub(crate) fn at_rest(&self, image: Box<dyn Backing>) -> RestingImage {
+        RestingImage { file: self.file.clone(), path: self.path(), image, was: self.image.clone() }
     }
 
     /// Keeps the clone for an epoch which is about to be written to the history, or is the last one there and has none that holds: unless the
@@ -480,5 +492,39 @@ impl Backing for CloneBacking {
     }
     fn is_clone(&self) -> bool {
         true
+    }
+}
+
+/// An image that is read by its clone, and is what that is as long as nobody writes to it.
+pub(crate) struct RestingImage {
+    file: Arc<File>,
+    path: PathBuf,
+    image: Box<dyn Backing>,
+    /// The image just before.
+    was: Identity,
+}
+
+impl Backing for RestingImage {
+    fn identity(&self) -> Result<Identity, SourceError> {
+        self.image.identity()
+    }
+    fn boot(&self) -> Boot {
+        self.image.boot()
+    }
+    fn clock(&self) -> Clock {
+        self.image.clock()
+    }
+    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        open_disk(&self.file, &self.path)
+    }
+    fn durable_times(&self) -> Result<(i64, i64), SourceError> {
+        self.image.durable_times()
+    }
+    fn still(&self) -> io::Result<()> {
+        match self.image.identity() {
+            Ok(now) if now == self.was => Ok(()),
+            Ok(now) => Err(io::Error::other(SourceError::NotAtRest(now.path))),
+            Err(error) => Err(io::Error::other(error)),
+        }
     }
 }

@@ -8,6 +8,8 @@
 //! - **Elsewhere**: a moment may be read from another place than the source's path, as a snapshot whose device is another one each time. The
 //!   source itself may be in use then, or be on another machine. What its record and its stamp say is of no use, as they are about the disk at the
 //!   path; and after such an epoch they do not hold for that one.
+//! - **Not to its end**: what was read at the source's path while others wrote there is no moment, and a sync that has noticed that, or was killed, may
+//!   have left it in a replica's journal. A list that counts from such a moment is not believed, as the disk may have been set back to it meanwhile.
 //! - **Again**: a list that was taken already is taken once more, and nothing is new. It is known by the name of its moment and by its ranges: of
 //!   two moments with one name and lists of the same ranges, the second counts as the first. What was read at another place is refused, and so is
 //!   what was written to since, if no list leads to it: the name would go over to other content.
@@ -36,6 +38,8 @@ use crate::record::state::{SourceMetadata, StateDir};
 use crate::{Gap, SourceError};
 
 const NAME: &str = "moments";
+/// Why a list is not believed that counts from a moment which was not read to its end.
+const UNPROVEN: &str = "the moment before was read where others could write, and not to its end";
 
 /// What is said of a moment of a source that is to be read.
 #[derive(Debug, Clone, Default)]
@@ -110,6 +114,9 @@ struct Kept {
     file: Option<PlaceFile>,
     /// The list that led to it.
     list: Option<Taken>,
+    /// It is read at the source's path, where others may write, and has arrived nowhere: what a replica has of it may be of later.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    unproven: bool,
 }
 
 /// A file in which a moment was read, wherever its file system was mounted. A device is another one each time.
@@ -147,6 +154,21 @@ impl Taken {
 fn kept(folder: &dyn Folder, epoch: Option<Epoch>) -> Result<Option<Kept>, SourceError> {
     let list = read_json::<Vec<Kept>>(folder, NAME)?.unwrap_or_default();
     Ok(list.into_iter().find(|kept| Some(kept.epoch) == epoch))
+}
+
+/// Notes that what was read of an epoch was that, and has arrived.
+///
+/// # Errors
+/// If that cannot be written.
+pub(crate) fn proven(folder: &dyn Folder, epoch: Epoch) -> Result<(), SourceError> {
+    let mut list = read_json::<Vec<Kept>>(folder, NAME)?.unwrap_or_default();
+    match list.iter_mut().find(|kept| kept.epoch == epoch && kept.unproven) {
+        None => Ok(()),
+        Some(kept) => {
+            kept.unproven = false;
+            write_json(folder, NAME, &list)
+        }
+    }
 }
 
 /// What others have said of the moment of a source's last epoch.
@@ -251,6 +273,8 @@ pub(crate) struct NewMoment {
     pub since: Result<Vec<Range<u64>>, Gap>,
     /// It is the moment of the last epoch.
     is_last: bool,
+    /// What a replica has of the last epoch may be of later.
+    doubted: bool,
     /// The last epoch, if it is said to be the moment of that, of which no list tells.
     is_of: Option<Epoch>,
     /// The epoch that it is.
@@ -286,6 +310,7 @@ impl NewMoment {
         if before.zip(file.as_ref()).is_some_and(|(before, now)| before != now) {
             return Err(told.another(about));
         }
+        let mut doubted = false;
         let since = match &told.changes {
             ToldChanges::Unknown => Err("no list says what was written since".into()),
             _ if is_last && was == size => Ok(Vec::new()),
@@ -298,11 +323,13 @@ impl NewMoment {
                 Some(why) if told.group.is_some() => Err(why),
                 _ => {
                     list.check(told, about, kept.as_ref(), (was, size))?;
+                    doubted = kept.as_ref().is_some_and(|kept| kept.unproven);
                     // What the disk has more than it had is new.
                     Ok(list.ranges.iter().chain((was < size).then_some(was..size)).collect())
                 }
             },
         };
+        let since = if doubted { Err(UNPROVEN.into()) } else { since };
         let list = match (&told.changes, kept) {
             (ToldChanges::List(list), _) => Some(Taken::of(list)),
             (ToldChanges::Nothing, kept) => kept.and_then(|kept| kept.list),
@@ -312,7 +339,20 @@ impl NewMoment {
         let (recorded, path) = (told.recorded().cloned(), about.path.clone());
         let is_of = last.filter(|_| matches!(told.changes, ToldChanges::Nothing));
         let epoch = None;
-        Ok(NewMoment { state, path, name, elsewhere, file, list, recorded, since, is_last, is_of, epoch })
+        Ok(NewMoment {
+            state,
+            path,
+            name,
+            elsewhere,
+            file,
+            list,
+            recorded,
+            since,
+            is_last,
+            doubted,
+            is_of,
+            epoch,
+        })
     }
 
     /// What is known of the disk, by what its record says.
@@ -332,6 +372,7 @@ impl NewMoment {
                 // A list is taken again as long as its epoch has not arrived.
                 StampVerdict::Lost(why)
             }
+            (Err(why), _) if self.doubted => StampVerdict::Lost(why.clone()),
             // What tells of each write also tells which content it is.
             (Ok(_), _) => StampVerdict::Trusted { power_lost: false },
             (Err(_), StampVerdict::Lost(other @ Gap::OtherContent(_))) => StampVerdict::Lost(other),
@@ -360,7 +401,8 @@ impl NewMoment {
         let mut list = read_json::<Vec<Kept>>(&*self.state, NAME)?.unwrap_or_default();
         list.retain(|kept| kept.epoch != epoch);
         let (name, elsewhere) = (self.name.clone(), self.elsewhere);
-        list.push(Kept { epoch, name, elsewhere, file: self.file.clone(), list: self.list.clone() });
+        let (file, taken, unproven) = (self.file.clone(), self.list.clone(), !elsewhere);
+        list.push(Kept { epoch, name, elsewhere, file, list: taken, unproven });
         self.epoch = Some(epoch);
         write_json(&*self.state, NAME, &list)
     }

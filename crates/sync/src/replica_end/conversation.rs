@@ -14,6 +14,7 @@ use replica::{CommitMode, Coverage, DeltaReceiver, ExpectedBytes, KnownReplicas,
 use source::Attended;
 
 use crate::error::{Class, SyncError};
+use crate::options::GiveUp;
 use crate::plan::primary::refuse_adoption;
 use crate::replica_end::mirror_receiver::receive_batches;
 use crate::replica_end::opening::{Opened, OpenedDisks, Opener, list_received};
@@ -21,6 +22,7 @@ use crate::report::Progress;
 use crate::roles::demote::give_up;
 use crate::site::{Site, list};
 use crate::transfer::compared::while_linked;
+use crate::transfer::saved::look_for_folder_of;
 use crate::wire::digests::ReplicaDigests;
 use crate::wire::messages::{
     Apart, COMMIT_GROUP, COMMITTED, CommitReply, FAILED, Failed, GROUP_COMMITTED, Moments, OPEN, Open,
@@ -90,7 +92,7 @@ impl ReplicaEnd<'_> {
                 let path = member.path().to_path_buf();
                 // Its lock is needed.
                 drop(opened);
-                self.give_up(open, &path, apart)?;
+                self.give_up((open, asked.group.is_some()), &path, apart)?;
                 opened = opener(&asked)?;
                 self.say_given_up(open, opened.members.get_mut(at))?;
                 continue;
@@ -264,10 +266,14 @@ impl ReplicaEnd<'_> {
     }
 
     /// Gives up what was written to a disk since it went its own way, as its user has consented to.
-    fn give_up(&self, open: &Open, path: &Path, apart: Apart) -> Result<(), SyncError> {
+    fn give_up(&self, (open, in_group): (&Open, bool), path: &Path, apart: Apart) -> Result<(), SyncError> {
         let (Some(site), Some(how)) = (self.site, &open.give_up) else {
             return Err(nonsense("what is to be given up"));
         };
+        // Before it is promoted: what fails here has changed nothing.
+        if let GiveUp::Save(file) = how {
+            look_for_folder_of(file, in_group)?;
+        }
         give_up(site, path, open.journal_dir.as_deref(), (apart.since, how), self.progress)
     }
 

@@ -12,6 +12,8 @@ use crate::conflict::ways_of_group;
 use crate::error::SyncError;
 use crate::plan::primary::{primary_at, refuse_adoption};
 use crate::roles::demote::complete;
+use crate::roles::promote::{PromoteOptions, promote};
+use crate::roles::{restored, written_since};
 use crate::site::{Site, list};
 use crate::wire::messages::{Open, Opening, Primary};
 
@@ -80,6 +82,9 @@ fn open_member(
         let known = state.source(&path.to_string_lossy())?;
         complete(state, path, known, &lineage, &state.opening(open.journal_dir.as_deref()))?;
     }
+    if open.give_up.is_some() && open.keep_anyway {
+        complete_promotion(path, open, state)?;
+    }
     if let Some(origin) = &open.origin {
         if let Some(primary) = primary_at(path, &options, state, origin)? {
             return Ok(Opened::Primary(path.to_path_buf(), primary));
@@ -91,7 +96,29 @@ fn open_member(
     if !open.create {
         refuse_missing_source(path, &options, state)?;
     }
-    Ok(Opened::Replica(Box::new(open_replica(path, &options, state)?)))
+    let replica = open_replica(path, &options, state)?;
+    // A repair would overwrite what was written.
+    if let Some(why) = replica.status().changed.as_ref().filter(|_| open.verify) {
+        restored_as(path, &options, state).map_or(Ok(()), |uuid| Err(written_since(path, uuid, why)))?;
+    }
+    Ok(Opened::Replica(Box::new(replica)))
+}
+
+/// Completes the promotion of a disk whose writes are to be given up: the command that gave them up may have been cut off in it, and a disk that is
+/// neither a source nor a replica has no history of them.
+fn complete_promotion(path: &Path, open: &Open, state: &dyn Site) -> Result<(), SyncError> {
+    let lineage = state.lineage(path, &state.opening(open.journal_dir.as_deref()))?;
+    let Some((lineage, promoted)) = lineage.and_then(|lineage| lineage.role.promoted.map(|it| (lineage, it)))
+    else {
+        return Ok(());
+    };
+    let known = state.source(&path.to_string_lossy())?;
+    if known.is_some_and(|(_, about)| (Some(about.uuid), about.term) == (lineage.source, promoted.term)) {
+        return Ok(());
+    }
+    let options =
+        PromoteOptions { force: true, journal_dir: open.journal_dir.clone(), ..PromoteOptions::default() };
+    promote(state, path, &options).map(drop)
 }
 
 /// Opens the replicas of a group.
@@ -133,8 +160,8 @@ fn refuse_missing_source(
     }
     let Some((_, about)) = state.source(&path.to_string_lossy())? else { return Ok(()) };
     Err(SyncError::Away(format!(
-        "{} is a source of its host (term {}), and is missing there. If its file system is not mounted or its disk not attached, bring it back \
-         and run again: what was written to it since its last sync is nowhere else. If it is gone for good, \"dsync sync --create\" restores it",
+        "{} is a source of its host (term {}), and is missing there. If it is gone for good, run this again with --create, which restores it. If its \
+         file system is not mounted or its disk not attached, bring that back first: what was written to it since its last sync is nowhere else",
         path.display(),
         about.term
     )))
@@ -242,8 +269,17 @@ pub fn open_replica(
 ) -> Result<Replica, SyncError> {
     state.open(path, options).map_err(|error| match error {
         ReplicaError::NotAReplica(path) => not_a_replica(path, options.doubt, state),
+        ReplicaError::Changed { ref why, .. } => match restored_as(path, options, state) {
+            Some(uuid) => written_since(path, uuid, why),
+            None => error.into(),
+        },
         other => other.into(),
     })
+}
+
+/// The source that the replica at a path is as well, as a disk that was restored.
+fn restored_as(path: &Path, options: &replica::ReplicaOptions, state: &dyn Site) -> Option<uuid::Uuid> {
+    restored(path, &state.lineage(path, options).ok()??, state)
 }
 
 /// What is at a path that is not that of a replica with its state where it is looked for. Who only looks is not offered to overwrite it.
@@ -263,8 +299,8 @@ fn not_a_replica(path: PathBuf, looks: bool, state: &dyn Site) -> SyncError {
         )),
         Ok(Some((_, about))) => SyncError::Refused(format!(
             "{shown} is not a dsync replica but a source itself (term {}), and what was written to it since its last sync is \
-             nowhere else. If a replica is to take over from it, run \"dsync promote\" on that. To restore it from a copy, run \
-             \"dsync sync --adopt SRC DST\", which compares it in full and overwrites what differs",
+             nowhere else. If a replica is to take over from it, run \"dsync promote\" on that. To restore it from one of its own replicas, add \
+             --adopt, which compares it in full and overwrites what differs",
             about.term
         )),
         _ => ReplicaError::NotAReplica(path).into(),

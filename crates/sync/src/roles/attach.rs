@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use replica::ReplicaError;
 use source::{AtRest, GroupHandle, Handle, SourceError, SourceOptions, StateDir};
 
 use crate::error::SyncError;
 use crate::roles::ended::demoted_disks;
-use crate::roles::{SeenReplica, look_at, refuse_demoted, refuse_unfinished};
+use crate::roles::{SeenReplica, look_at, refuse_demoted, refuse_unfinished, restored, written_since};
 use crate::site::Site;
 
 /// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first. So is one that is read
@@ -71,7 +72,14 @@ fn ready(state: &dyn Site, path: &Path) -> Result<Vec<SeenReplica>, SyncError> {
         return Ok(seen);
     }
     refuse_demoted(path, &seen, state)?;
-    settled(state, path, seen)
+    let own = seen.iter().find(|seen| seen.path == path && seen.is_replica());
+    let restored = own.and_then(|seen| restored(path, &seen.lineage, state));
+    settled(state, path, seen).map_err(|error| match (error, restored) {
+        (SyncError::Replica(ReplicaError::Changed { why, .. }), Some(uuid)) => {
+            written_since(path, uuid, &why)
+        }
+        (error, _) => error,
+    })
 }
 
 /// Completes what was interrupted of a disk, before it is read. Where its replica is, if it is one.

@@ -113,10 +113,6 @@ pub(crate) fn give_up(
 ) -> Result<(), SyncError> {
     let journal_dir = journal_dir.map(Path::to_path_buf);
     let lineage = state.lineage(path, &state.opening(journal_dir.as_deref()))?;
-    // Before it is promoted: what fails here has changed nothing.
-    if let GiveUp::Save(file) = how {
-        make_folder_of(file)?;
-    }
     let (open, own) = (state.unsaid(), journal_dir.clone());
     let mut options = DemoteOptions { journal_dir: own, open, ..DemoteOptions::default() };
     let former =
@@ -137,13 +133,6 @@ pub(crate) fn give_up(
         // It was a replica before, and is one again.
         let _ = former.then(|| demote(At::Now));
     })
-}
-
-/// Makes the folder of a file, in one that is there.
-#[allow(clippy::disallowed_methods, reason = "named by the user, wherever it is")]
-fn make_folder_of(file: &Path) -> Result<(), SyncError> {
-    let Some(folder) = file.parent().filter(|folder| !folder.exists()) else { return Ok(()) };
-    std::fs::create_dir(folder).map_err(SyncError::io(format!("make the folder {}", folder.display())))
 }
 
 /// Makes `what` a replica as [`demote`] does, if `admit` accepts the folder of its state and its path, or if that was done before.

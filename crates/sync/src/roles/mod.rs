@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use replica::Lineage;
 use source::{SourceMetadata, StateDir};
+use uuid::Uuid;
 
 use crate::conflict::Conflict;
 use crate::error::SyncError;
@@ -164,6 +165,22 @@ fn refuse_ended(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
     }
 }
 
+/// The source that a disk is, if it was that before it was restored as a replica. One that passes on what it receives became a source later.
+pub fn restored(path: &Path, lineage: &Lineage, state: &dyn Site) -> Option<Uuid> {
+    let (_, about) = state.source(&path.to_string_lossy()).ok()??;
+    (about.passed.is_none() && Some(about.uuid) != lineage.source).then_some(about.uuid)
+}
+
+/// Why a disk that was restored, and written to since, is neither read nor overwritten as the replica that it was restored as.
+pub(crate) fn written_since(path: &Path, uuid: Uuid, why: &str) -> SyncError {
+    let path = path.display();
+    SyncError::Refused(format!(
+        "{path} was restored as a replica, and is the source {uuid} of this host as well. It was written to since ({why}), which no replica has\n\
+         - to go on with it as it is, run \"dsync forget --replica {path}\", and \"dsync sync --accept-source {path} REPLICA\"\n\
+         - to restore it once more, run \"dsync sync --adopt REPLICA {path}\", which overwrites what differs"
+    ))
+}
+
 /// Refuses to open a replica for writing: what is written to it is in no source. `otherwise` is what else can be done.
 ///
 /// # Errors
@@ -174,8 +191,7 @@ pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<
         return refuse_ended(path, state);
     };
     let (lineage, promote) = (&replica.lineage, replica.promotion());
-    let restored =
-        state.source(&path.to_string_lossy())?.filter(|(_, about)| Some(about.uuid) != lineage.source);
+    let restored = restored(path, lineage, state);
     let path = replica.path.display();
     let at = match (lineage.epoch, lineage.source) {
         (Some(epoch), Some(source)) => format!("a replica of source {source} at epoch {epoch}"),
@@ -183,9 +199,8 @@ pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<
         (_, None) => "a replica that is not complete".into(),
     };
     let way = match (&lineage.role.demoted, restored) {
-        (_, Some((_, about))) => format!(
-            "It was restored as one, and is the source {} of this host as well: \"dsync forget --replica {path}\" makes it that alone",
-            about.uuid
+        (_, Some(uuid)) => format!(
+            "It was restored as one, and is the source {uuid} of this host as well: \"dsync forget --replica {path}\" makes it that alone"
         ),
         (Some(demoted), None) => format!(
             "It was the source until it was demoted on {}. If another disk was promoted in its place, use that; \"dsync promote {}\" says \

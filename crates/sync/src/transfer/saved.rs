@@ -13,6 +13,20 @@ use crate::error::SyncError;
 use crate::report::Progress;
 use crate::transfer::extract::extract;
 
+/// Refuses to save in a folder that is missing: where its file system is not mounted, another would have what is saved. That of a group is made.
+#[allow(clippy::disallowed_methods, reason = "named by the user, wherever it is")]
+pub(crate) fn look_for_folder_of(file: &Path, is_groups: bool) -> Result<(), SyncError> {
+    match file.parent().filter(|folder| !folder.exists()) {
+        None => Ok(()),
+        Some(folder) if is_groups => std::fs::create_dir(folder)
+            .map_err(SyncError::io(format!("make the folder {}", folder.display()))),
+        Some(folder) => Err(SyncError::Refused(format!(
+            "folder {}, in which --save-there is to save, does not exist: mount its file system, or create it",
+            folder.display()
+        ))),
+    }
+}
+
 /// Writes what changed since an epoch to a new file, durably. A file that has all of it, of an earlier try, is as good.
 pub(crate) fn save(
     handle: &Handle,
