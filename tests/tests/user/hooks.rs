@@ -266,8 +266,11 @@ fn a_hook_that_is_slow_or_fails_does_not_hold_up_a_mirror() {
         arrives(byte);
         running.stderr_so_far().contains("no database")
     });
+    let epochs = || scene.site.dsync(["status", "--json"]).arg(&scene.image).ok().summary()["epoch"].clone();
+    let before = epochs();
     (100..103).for_each(arrives);
     let ended = stop(running);
+    assert_eq!(epochs(), before, "an epoch that no hook held");
     assert!(ended.stderr.contains("exit status: 3") && ended.stderr.contains("warning"), "{ended}");
     scene.equal();
     // The first sync of a mirror has no replica to keep: it fails.

@@ -280,7 +280,8 @@ impl<'a> MirrorSession<'a> {
                 return Ok(());
             }
             let held = hook.filter(|hook| (last || due) && self.holds(hook, last));
-            let ends = last || (due && (held.is_some() || hook.is_none()));
+            // Without its hook no epoch ends, not even the last: the replica is ahead of one then, as it is after a kill.
+            let ends = (last || due) && (held.is_some() || hook.is_none());
             let cut = Instant::now();
             let at = self.state().at;
             let batch = self.batches.next(at, ends);
@@ -293,6 +294,9 @@ impl<'a> MirrorSession<'a> {
                     state.reached = Some(cut);
                 }
                 drop(state);
+                if last {
+                    return Ok(());
+                }
                 self.wait(LOOK_EVERY);
                 continue;
             };
