@@ -765,8 +765,9 @@ pub(crate) enum AdoptArg {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = METHOD)]
 pub(crate) struct BeginArgs {
-    /// Take over an existing copy: compare all of it, and overwrite what differs. One of whose data the larger part differs, or that
-    /// has what the source has not, is refused without "=overwrite", and a file larger than the source without --allow-shrink
+    /// Take over an existing copy: compare all of it, and overwrite what differs, also what only the copy has. One of whose data the larger
+    /// part differs, and a replica with epochs that the source does not know, are refused without "=overwrite", and a file larger than the
+    /// source without --allow-shrink
     #[arg(long, value_name = "overwrite", num_args = 0..=1, require_equals = true, default_missing_value = "copy", hide_possible_values = true)]
     pub adopt: Option<AdoptArg>,
     /// Accept the source as it is now, although its times show that it is not the content recorded last, but a backup that was put in its

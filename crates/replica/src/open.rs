@@ -63,7 +63,7 @@ impl Replica {
         let (path, kind, folder_path) = locate(path, options)?;
         if kind == Some(DestinationKind::Other) {
             return Err(ReplicaError::Refused(format!(
-                "{} is neither a file nor a block device: choose another path",
+                "{} is neither a file nor a block device: choose another path, or a file in it if it is a folder",
                 path.display()
             )));
         }
