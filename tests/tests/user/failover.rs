@@ -2004,3 +2004,20 @@ fn a_source_that_was_served_while_it_was_demoted_stays_the_source() {
     scene.sync(&[]).ok();
     scene.equal();
 }
+
+/// By its numbers a delta of the source that did not take over may be in order.
+#[test]
+fn a_delta_of_a_source_that_went_its_own_way_is_not_skipped() {
+    let mut random = Random::new("a delta of another branch");
+    let (old, new, third) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
+    [&new, &third].iter().for_each(|to| drop(old.sync(to, &[]).ok()));
+    new.run(&["promote", "--force"]).ok();
+    for block in 3..6 {
+        new.write([block], &mut random);
+        new.sync(&third, &[]).ok();
+    }
+    old.write([7], &mut random);
+    let delta = old.run(&["extract", "--since", "1"]).ok().stdout;
+    third.run(&["merge"]).input(delta).code(4).says(&["has gone its own way"]);
+    image::assert_equal(&new.disk, &third.disk);
+}

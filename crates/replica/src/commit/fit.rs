@@ -116,12 +116,17 @@ impl Replica {
             _ => ", and unsure in a part of it",
         };
         let has = format!("is at epoch {}{ahead}", at.number);
+        let own = &self.lineage().role.lives;
+        let leads_to_it = own.tip().is_some_and(|tip| header.lives.has(tip));
+        let apart = header.lives.tip().is_some_and(|tip| !own.has(tip) && !leads_to_it);
         let given = if header.chain.iter().any(|e| e.number == at.number && e != at) {
             format!(
                 "and the delta's epoch {} is another one, of a copied or restored source: run \"dsync sync\" from the right \
                  source",
                 at.number
             )
+        } else if apart && !seeds {
+            "and the delta is of a source that has gone its own way since: run \"dsync sync\" from the right source".into()
         } else if let Some(to) = header.to().filter(|to| to.number <= at.number) {
             format!("beyond the end of this delta at epoch {}: skip this delta", to.number)
         } else if seeds {
