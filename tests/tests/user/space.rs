@@ -620,6 +620,28 @@ fn a_past_on_another_file_system_makes_no_room() {
     scene.equal();
 }
 
+/// A past that made room for the journal, and not for what the merge adds, has not gone without a word.
+#[test]
+fn moments_that_were_dropped_in_vain_are_told_of() {
+    let what = "moments that are dropped in vain";
+    let mut scene = Scene::new(what, 32 * MIB);
+    let Some(small) = Small::new(&mut scene, "ext4", 64 * MIB, what) else { return };
+    fill_holes(&mut scene, 0..8 * MIB);
+    scene.sync(&["--keep-last", "5"]).ok();
+    for _ in 0..3 {
+        fill_holes(&mut scene, 0..MIB);
+        scene.sync(&[]).ok();
+    }
+    let before = moments(&scene);
+    small.leave(MIB / 16);
+    fill_holes(&mut scene, 16 * MIB..18 * MIB);
+    let refused = scene.sync(&[]).code(1);
+    refused.says(&["no space left", "replica is unchanged"]);
+    let told = refused.stderr.contains("moments of its past were dropped");
+    assert_eq!(told, moments(&scene) < before, "{refused}");
+    assert!(told, "nothing was dropped, so this test shows nothing: {refused}");
+}
+
 /// What the message names besides room is a command that works.
 #[test]
 fn a_journal_that_does_not_fit_is_not_needed() {

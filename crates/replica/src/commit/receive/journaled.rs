@@ -53,19 +53,18 @@ struct Resolved {
     digest: [u8; 32],
 }
 
+/// What has become of a replica whose delta finds no room.
+const UNCHANGED: &str = "the replica is unchanged, and what had arrived of the delta is dropped";
+/// What has become of one whose past was to make room for that.
+const UNCHANGED_WITHOUT_PAST: &str = "the replica is unchanged, but the oldest moments of its past were dropped to make room, and what had arrived of the delta is dropped";
+
 impl Replica {
     /// Removes a journal that cannot be written. If space is short, others need it too; and after a failed sync the kernel drops
     /// what it could not write, so that a later sync succeeds over a journal that is not there. `gave`: moments were dropped to
     /// make room for it. `grows`: bytes that the merge needs in the destination besides.
     pub(super) fn journal_failed(&mut self, gave: bool, grows: u64, error: io::Error) -> ReplicaError {
         self.give_up_journal();
-        let state = match gave {
-            true => {
-                "the replica is unchanged, but the oldest moments of its past were dropped to make room, and what had arrived of the delta is \
-                 dropped"
-            }
-            false => "the replica is unchanged, and what had arrived of the delta is dropped",
-        };
+        let state = if gave { UNCHANGED_WITHOUT_PAST } else { UNCHANGED };
         let mut error = disk_error("write the journal", &self.folder().join(ARRIVING), state)(error);
         if let ReplicaError::Full { missing, otherwise, .. } = &mut error {
             // A commit in place keeps nothing of the past, and a group is committed by its journals.
@@ -261,11 +260,14 @@ impl ToJournal {
             replica.drop_journal()?;
             return Ok((None, (bytes, copied)));
         }
-        let state = "the replica is unchanged, and what had arrived of the delta is dropped";
-        let room = replica.reserve_unsure(&contents, state);
-        if let Err(e) = room.and_then(|()| replica.make_room_of_past(self.holes, state)) {
+        let room = replica.reserve_unsure(&contents, UNCHANGED);
+        if let Err(mut e) = room.and_then(|()| replica.make_room_of_past(self.holes, UNCHANGED)) {
             // Where room is short, the journal's is needed too.
             replica.give_up_journal();
+            let gave = self.gave.load(SeqCst) || replica.settings().is_some_and(|settings| settings.dropped);
+            if let (ReplicaError::Full { state, .. }, true) = (&mut e, gave) {
+                *state = UNCHANGED_WITHOUT_PAST;
+            }
             return Err(e);
         }
         replica.note_compared()?;
