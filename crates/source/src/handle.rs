@@ -528,6 +528,15 @@ impl Handle {
         Ok((changes, chain.into_iter().filter(|later| later.number > epoch.number).collect()))
     }
 
+    /// Notes that what is read of an epoch is about to be sent to a replica. If it never arrives, a part of it may have, of whatever the disk held then.
+    ///
+    /// # Errors
+    /// If that cannot be written.
+    pub fn sends(&self, epoch: Epoch) -> Result<(), SourceError> {
+        // What is served or tracked is read as it was, or what was written is known.
+        if let Holder::Here(source) = &self.holder { source.sends(epoch) } else { Ok(()) }
+    }
+
     /// Records the epoch at which a replica is now.
     pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         match &self.holder {

@@ -1088,11 +1088,16 @@ impl Source {
         read(&self.epochs().history)
     }
 
+    /// What is read of an epoch is about to be sent to a replica.
+    pub(crate) fn sends(&self, epoch: Epoch) -> Result<(), SourceError> {
+        moments::note_sent(&*self.folder, epoch, false)
+    }
+
     /// Records the epoch of a replica, and tidies the history.
     pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         let open = self.open_epochs();
         let mut epochs = self.epochs();
-        moments::proven(&*self.folder, at.epoch)?;
+        moments::note_sent(&*self.folder, at.epoch, true)?;
         let bookmarks = Bookmarks::set(&*self.folder, replica, at)?;
         Tally::follow(&*self.folder, &bookmarks, replica);
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)

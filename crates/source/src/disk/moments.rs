@@ -156,16 +156,17 @@ fn kept(folder: &dyn Folder, epoch: Option<Epoch>) -> Result<Option<Kept>, Sourc
     Ok(list.into_iter().find(|kept| Some(kept.epoch) == epoch))
 }
 
-/// Notes that what was read of an epoch was that, and has arrived.
+/// Notes that what is read of an epoch is sent to a replica, where it may be of later; or that it was that epoch, and has arrived. Durable on return.
 ///
 /// # Errors
 /// If that cannot be written.
-pub(crate) fn proven(folder: &dyn Folder, epoch: Epoch) -> Result<(), SourceError> {
+pub(crate) fn note_sent(folder: &dyn Folder, epoch: Epoch, has_arrived: bool) -> Result<(), SourceError> {
     let mut list = read_json::<Vec<Kept>>(folder, NAME)?.unwrap_or_default();
-    match list.iter_mut().find(|kept| kept.epoch == epoch && kept.unproven) {
+    match list.iter_mut().find(|kept| kept.epoch == epoch && !kept.elsewhere && kept.unproven == has_arrived)
+    {
         None => Ok(()),
         Some(kept) => {
-            kept.unproven = false;
+            kept.unproven = !has_arrived;
             write_json(folder, NAME, &list)
         }
     }
@@ -399,9 +400,10 @@ impl NewMoment {
             return Err(self.changed("it was written to since"));
         }
         let mut list = read_json::<Vec<Kept>>(&*self.state, NAME)?.unwrap_or_default();
+        let unproven = list.iter().any(|kept| kept.epoch == epoch && kept.unproven);
         list.retain(|kept| kept.epoch != epoch);
         let (name, elsewhere) = (self.name.clone(), self.elsewhere);
-        let (file, taken, unproven) = (self.file.clone(), self.list.clone(), !elsewhere);
+        let (file, taken) = (self.file.clone(), self.list.clone());
         list.push(Kept { epoch, name, elsewhere, file, list: taken, unproven });
         self.epoch = Some(epoch);
         write_json(&*self.state, NAME, &list)
