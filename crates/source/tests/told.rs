@@ -8,8 +8,8 @@ use delta::Epoch;
 use device::{Disk, Identity, RamDisk};
 use extents::{Bitmap, Extents};
 use source::{
-    Backing, Boot, ChangeList, Handle, KnownPosition, Reached, Source, SourceError, SourceMetadata,
-    SourceOptions, StateDir, Still, Told, ToldChanges,
+    Backing, Boot, ChangeList, Handle, KnownPosition, Source, SourceError, SourceMetadata, SourceOptions,
+    StateDir, Still, Told, ToldChanges,
 };
 use testing::faulty::{FaultyFolder, Keep, Outage, Power};
 use uuid::Uuid;
@@ -82,7 +82,6 @@ impl Machine {
     fn take(&self, power: &Power, told: Option<Told>) -> Result<Epoch, SourceError> {
         let source = self.open(power, told)?;
         let epoch = source.checkpoint(false)?.epoch;
-        source.acknowledge("/replica", Reached::epoch(epoch))?;
         source.close()?;
         Ok(epoch)
     }
