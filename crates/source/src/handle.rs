@@ -528,13 +528,13 @@ impl Handle {
         Ok((changes, chain.into_iter().filter(|later| later.number > epoch.number).collect()))
     }
 
-    /// Notes that what is read of an epoch is about to be sent to a replica. If it never arrives, a part of it may have, of whatever the disk held then.
+    /// Notes that what is read of an epoch is about to be sent to the replica in this state. If it never arrives, a part of it may have, of whatever the disk held then.
     ///
     /// # Errors
     /// If that cannot be written.
-    pub fn sends(&self, epoch: Epoch) -> Result<(), SourceError> {
+    pub fn sends(&self, epoch: Epoch, replica: uuid::Uuid) -> Result<(), SourceError> {
         // What is served or tracked is read as it was, or what was written is known.
-        if let Holder::Here(source) = &self.holder { source.sends(epoch) } else { Ok(()) }
+        if let Holder::Here(source) = &self.holder { source.sends(epoch, replica) } else { Ok(()) }
     }
 
     /// Records the epoch at which a replica is now.

@@ -1070,11 +1070,14 @@ impl Source {
         let watch = backing.watch()?;
         let moved =
             if clones::are_kept(&*self.folder)? { SourceError::NotAtRest } else { SourceError::Moved };
-        // What was written since the checkpoint has found what changed is in none of that.
-        self.look(&mut self.epochs())?;
-        if self.disk.foreign().is_some() {
+        // What was written since the checkpoint has found what changed is in none of that; to a device, since it was opened.
+        let counted = self.backing.counted();
+        let mut epochs = self.epochs();
+        self.look(&mut epochs)?;
+        if self.disk.foreign().is_some() || self.has_moved(&epochs.stamp, counted) {
             return Err(moved(path));
         }
+        drop(epochs);
         let alive = move || match backing.identity() {
             Ok(now) if now == before && watch.as_ref().is_none_or(WriteWatch::is_still) => backing.still(),
             Ok(_) => Err(io::Error::other(moved(path.clone()).to_string())),
@@ -1088,16 +1091,16 @@ impl Source {
         read(&self.epochs().history)
     }
 
-    /// What is read of an epoch is about to be sent to a replica.
-    pub(crate) fn sends(&self, epoch: Epoch) -> Result<(), SourceError> {
-        moments::note_sent(&*self.folder, epoch, false)
+    /// What is read of an epoch is about to be sent to the replica in this state.
+    pub(crate) fn sends(&self, epoch: Epoch, replica: Uuid) -> Result<(), SourceError> {
+        moments::note_sent(&*self.folder, epoch, replica, false)
     }
 
     /// Records the epoch of a replica, and tidies the history.
     pub fn acknowledge(&self, replica: &str, at: Reached) -> Result<(), SourceError> {
         let open = self.open_epochs();
         let mut epochs = self.epochs();
-        moments::note_sent(&*self.folder, at.epoch, true)?;
+        at.was.map_or(Ok(()), |was| moments::note_sent(&*self.folder, at.epoch, was, true))?;
         let bookmarks = Bookmarks::set(&*self.folder, replica, at)?;
         Tally::follow(&*self.folder, &bookmarks, replica);
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
@@ -1154,6 +1157,11 @@ impl Source {
         Ok(self.had_rested(&self.epochs().stamp, &now, self.backing.counted()))
     }
 
+    /// True if the kernel has counted writes to a device that this process only reads since it was opened.
+    fn has_moved(&self, opened: &ImageStamp, counted: Option<WriteCounts>) -> bool {
+        !self.served && opened.written.zip(counted).is_some_and(|(then, now)| then.has_moved(&now))
+    }
+
     /// Whether the disk had rested since it was opened, when it was found so.
     fn had_rested(&self, opened: &ImageStamp, now: &Identity, counted: Option<WriteCounts>) -> bool {
         match (now.is_block(), opened.written, counted) {
@@ -1192,9 +1200,13 @@ impl Source {
             (_, true) => Some(SHRANK.into()),
             _ => doubted.or(unrecorded),
         };
-        let epoch = epochs.history.last().map_or(0, |e| e.number);
-        let boot = boot.id.clone();
-        let written = self.backing.counted();
+        let (last, boot, written) = (epochs.history.last(), boot.id.clone(), self.backing.counted());
+        let epoch = last.map_or(0, |last| last.number);
+        let has_moved = self.has_moved(&epochs.stamp, written)
+            || self.backing.elsewhere().is_some() && !self.had_rested(&epochs.stamp, &identity, written);
+        // Of a disk that is only read, the next count begins here.
+        let lost = lost.or_else(|| Some(FOREIGN.into()).filter(|_| has_moved));
+        last.filter(|_| has_moved).map_or(Ok(()), |last| moments::note_spoiled(&*self.folder, last))?;
         // Of a disk that was resized meanwhile it has other blocks when it is opened.
         let marked =
             self.disk.dirty().ok().map(|dirty| dirty.count()).filter(|_| self.disk.len() == identity.size);

@@ -91,6 +91,56 @@ fn what_is_written_between_the_cut_and_the_reading_is_noticed() {
     }
 }
 
+/// A device has no times: what others wrote to it while it was read is known by the kernel's count, and must not be taken to be in what the next count
+/// begins with.
+#[test]
+fn what_others_write_to_a_device_while_it_is_read_is_not_missed() {
+    let what = "writes to a device that is read";
+    if !need_root(what) {
+        return;
+    }
+    for (options, cut) in [
+        (&["--trust-device"][..], false),
+        (&["--trust-device"], true),
+        (&["--as", "s1", "--since", "s0", "--changes"], false),
+        (&["--as", "s1", "--since", "s0", "--changes"], true),
+    ] {
+        let mut random = Random::new(what);
+        let site = Site::new();
+        let (image, replica) = (site.image("disk", 12 * MIB), site.path("replica.raw"));
+        let Some(device) = Loop::new(&image) else { return skipped(what, "no loop device is free") };
+        let list = site.path("list");
+        std::fs::write(&list, format!("0 {}\n", 12 * MIB)).expect("a list");
+        let list = list.to_str().expect("a path");
+        let named = options.len() > 1;
+        let options: Vec<&str> = options.iter().copied().chain(named.then_some(list)).collect();
+        let sync = |options: &[&str]| site.sync(device.device(), &replica, options);
+        let write = |at: u64, len: u64, random: &mut Random| {
+            image::scribble(device.device(), at, len, random);
+            Run::new("sync").arg(device.device()).ok();
+        };
+        sync(if named { &["--as", "s0"] } else { &[] }).ok();
+        write(0, 12 * MIB, &mut random);
+        let mut first = sync(&options).args(["--bwlimit", "4M"]).start();
+        let journal = site.path(".replica.raw.dsync/journal");
+        until("a part has arrived", || journal.metadata().is_ok_and(|file| file.len() > 2 * MIB));
+        // What was read already, and what was not.
+        write(MIB / 2, MIB / 4, &mut random);
+        write(11 * MIB, MIB / 4, &mut random);
+        if cut {
+            first.signal(rustix::process::Signal::TERM);
+        }
+        let first = first.output(Duration::from_secs(60));
+        assert!(!first.status.success(), "{first}");
+        sync(&options).ok();
+        assert!(
+            std::fs::read(device.device()).expect("the device")
+                == std::fs::read(&replica).expect("a replica"),
+            "{options:?}, cut: {cut}: {first}"
+        );
+    }
+}
+
 #[test]
 fn a_copy_by_hand_sends_everything_and_keeps_holes() {
     for commit in ["journal", "in-place"] {

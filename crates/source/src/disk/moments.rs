@@ -27,6 +27,7 @@ use device::{Boot, DeviceErrorKind, Dir, Disk, DiskKind, Folder, Identity, Write
 use extents::Extents;
 use qcow2::ImageHeader;
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::disk::backing::Backing;
 use crate::disk::clones;
@@ -114,9 +115,20 @@ struct Kept {
     file: Option<PlaceFile>,
     /// The list that led to it.
     list: Option<Taken>,
-    /// It is read at the source's path, where others may write, and has arrived nowhere: what a replica has of it may be of later.
+    /// Replicas, by their states, to which it is sent, and where it has not arrived. It is read at the source's path, where others may write: what they
+    /// have of it may be of later.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    sent_to: Vec<Uuid>,
+    /// Others wrote where it was read.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    unproven: bool,
+    is_spoiled: bool,
+}
+
+impl Kept {
+    /// True if a replica may have a part of it that is not of it.
+    fn is_doubted(&self) -> bool {
+        self.is_spoiled || !self.sent_to.is_empty()
+    }
 }
 
 /// A file in which a moment was read, wherever its file system was mounted. A device is another one each time.
@@ -156,19 +168,43 @@ fn kept(folder: &dyn Folder, epoch: Option<Epoch>) -> Result<Option<Kept>, Sourc
     Ok(list.into_iter().find(|kept| Some(kept.epoch) == epoch))
 }
 
-/// Notes that what is read of an epoch is sent to a replica, where it may be of later; or that it was that epoch, and has arrived. Durable on return.
+/// Notes that what is read of an epoch is sent to the replica in this state, where it may be of later; or that it was that epoch, and has arrived
+/// there. Durable on return.
 ///
 /// # Errors
 /// If that cannot be written.
-pub(crate) fn note_sent(folder: &dyn Folder, epoch: Epoch, has_arrived: bool) -> Result<(), SourceError> {
+pub(crate) fn note_sent(
+    folder: &dyn Folder,
+    epoch: Epoch,
+    replica: Uuid,
+    has_arrived: bool,
+) -> Result<(), SourceError> {
+    change(folder, epoch, |kept| {
+        let knows = kept.sent_to.contains(&replica);
+        kept.sent_to.retain(|known| *known != replica);
+        kept.sent_to.extend(Some(replica).filter(|_| !has_arrived && !kept.elsewhere));
+        knows == has_arrived
+    })
+}
+
+/// Notes that others have written to what was read as the moment of an epoch, while it was. Durable on return.
+///
+/// # Errors
+/// If that cannot be written.
+pub(crate) fn note_spoiled(folder: &dyn Folder, epoch: Epoch) -> Result<(), SourceError> {
+    change(folder, epoch, |kept| !std::mem::replace(&mut kept.is_spoiled, true))
+}
+
+/// Changes what is kept of an epoch, if anything; `change` says whether it has.
+fn change(
+    folder: &dyn Folder,
+    epoch: Epoch,
+    change: impl FnOnce(&mut Kept) -> bool,
+) -> Result<(), SourceError> {
     let mut list = read_json::<Vec<Kept>>(folder, NAME)?.unwrap_or_default();
-    match list.iter_mut().find(|kept| kept.epoch == epoch && !kept.elsewhere && kept.unproven == has_arrived)
-    {
-        None => Ok(()),
-        Some(kept) => {
-            kept.unproven = !has_arrived;
-            write_json(folder, NAME, &list)
-        }
+    match list.iter_mut().find(|kept| kept.epoch == epoch).map(change) {
+        Some(true) => write_json(folder, NAME, &list),
+        _ => Ok(()),
     }
 }
 
@@ -276,6 +312,8 @@ pub(crate) struct NewMoment {
     is_last: bool,
     /// What a replica has of the last epoch may be of later.
     doubted: bool,
+    /// It is the moment of the last epoch, which was not read to its end.
+    is_unended: bool,
     /// The last epoch, if it is said to be the moment of that, of which no list tells.
     is_of: Option<Epoch>,
     /// The epoch that it is.
@@ -311,7 +349,8 @@ impl NewMoment {
         if before.zip(file.as_ref()).is_some_and(|(before, now)| before != now) {
             return Err(told.another(about));
         }
-        let mut doubted = false;
+        let mut doubted = is_last && kept.as_ref().is_some_and(|kept| kept.is_spoiled);
+        let is_unended = is_last && kept.as_ref().is_some_and(|kept| !kept.sent_to.is_empty());
         let since = match &told.changes {
             ToldChanges::Unknown => Err("no list says what was written since".into()),
             _ if is_last && was == size => Ok(Vec::new()),
@@ -324,7 +363,7 @@ impl NewMoment {
                 Some(why) if told.group.is_some() => Err(why),
                 _ => {
                     list.check(told, about, kept.as_ref(), (was, size))?;
-                    doubted = kept.as_ref().is_some_and(|kept| kept.unproven);
+                    doubted = kept.as_ref().is_some_and(Kept::is_doubted);
                     // What the disk has more than it had is new.
                     Ok(list.ranges.iter().chain((was < size).then_some(was..size)).collect())
                 }
@@ -351,6 +390,7 @@ impl NewMoment {
             since,
             is_last,
             doubted,
+            is_unended,
             is_of,
             epoch,
         })
@@ -374,6 +414,10 @@ impl NewMoment {
                 StampVerdict::Lost(why)
             }
             (Err(why), _) if self.doubted => StampVerdict::Lost(why.clone()),
+            // After a power cut nothing tells whether others wrote to a device while it was read.
+            (Ok(_), StampVerdict::Unproven { why, power_lost: true }) if self.is_unended => {
+                StampVerdict::Lost(why)
+            }
             // What tells of each write also tells which content it is.
             (Ok(_), _) => StampVerdict::Trusted { power_lost: false },
             (Err(_), StampVerdict::Lost(other @ Gap::OtherContent(_))) => StampVerdict::Lost(other),
@@ -400,11 +444,11 @@ impl NewMoment {
             return Err(self.changed("it was written to since"));
         }
         let mut list = read_json::<Vec<Kept>>(&*self.state, NAME)?.unwrap_or_default();
-        let unproven = list.iter().any(|kept| kept.epoch == epoch && kept.unproven);
-        list.retain(|kept| kept.epoch != epoch);
+        let before = list.iter().position(|kept| kept.epoch == epoch).map(|at| list.remove(at));
+        let (sent_to, is_spoiled) = before.map(|kept| (kept.sent_to, kept.is_spoiled)).unwrap_or_default();
         let (name, elsewhere) = (self.name.clone(), self.elsewhere);
         let (file, taken) = (self.file.clone(), self.list.clone());
-        list.push(Kept { epoch, name, elsewhere, file, list: taken, unproven });
+        list.push(Kept { epoch, name, elsewhere, file, list: taken, sent_to, is_spoiled });
         self.epoch = Some(epoch);
         write_json(&*self.state, NAME, &list)
     }

@@ -48,7 +48,7 @@ pub(crate) fn at_view(
     let view = Arc::new(view);
     let moment = moment(handle, &view, &choice, &status, options)?;
     let plan = choice.at(moment, &status, options)?;
-    handle.sends(view.epoch())?;
+    handle.sends(view.epoch(), status.replica.nonce)?;
     Ok(PreparedSync { view, plan, status, first: None, freeze_ms: None })
 }
 
