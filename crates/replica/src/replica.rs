@@ -67,6 +67,8 @@ pub enum ExpectedBytes {
 /// What this process alone knows.
 #[derive(Default)]
 struct Known {
+    /// What it was recorded to hold before it was adopted.
+    former: Option<Box<Status>>,
     /// There was a replica, and its file is gone.
     gone: bool,
     /// A commit has come to where it can only be completed, and has not been: opening the replica anew does that. Until then
@@ -189,7 +191,15 @@ impl Replica {
 
     /// Goes on from another lineage, without the one on disk, which stays until the next store.
     pub(crate) fn start_over(&mut self, lineage: Lineage) {
-        (self.lineage, self.kept) = (lineage, false);
+        let former = std::mem::replace(&mut self.lineage, lineage);
+        self.kept = false;
+        let recorded = former.source.zip(former.epoch).map(|(source, epoch)| Status {
+            ahead: former.is_ahead(),
+            block_size: former.block_size,
+            role: former.role,
+            ..Status::at(source, epoch, former.size)
+        });
+        self.known.former = recorded.map(Box::new);
     }
 
     /// The part of a delta in the journal.
@@ -499,6 +509,7 @@ impl Replica {
             recovered: (!self.known.recovered.is_empty()).then(|| self.known.recovered.join("; ")),
             gone: self.known.gone,
             changed: self.known.changed.map(|why| self.how_changed(why)),
+            former: self.known.former.clone(),
             role: lineage.role.clone(),
             group: lineage.group.as_ref().map(|group| group.name.clone()),
         };

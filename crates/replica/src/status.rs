@@ -45,6 +45,9 @@ pub struct Status {
     pub gone: bool,
     /// In what way others changed the destination since the last commit, where [`crate::ReplicaOptions::doubt`] let it pass.
     pub changed: Option<String>,
+    /// What a replica was recorded to hold that is adopted because others have changed it: what only it has is still there, as far as they have left it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub former: Option<Box<Status>>,
     /// What it is, and the terms and epochs that go with that.
     #[serde(flatten)]
     pub role: Role,
@@ -71,6 +74,7 @@ impl Status {
             recovered: None,
             gone: false,
             changed: None,
+            former: None,
             role: Role::default(),
             group: None,
         }

@@ -2021,3 +2021,26 @@ fn a_delta_of_a_source_that_went_its_own_way_is_not_skipped() {
     third.run(&["merge"]).input(delta).code(4).says(&["has gone its own way"]);
     image::assert_equal(&new.disk, &third.disk);
 }
+
+/// That others have changed a replica, or seem to have, takes nothing from what only it has.
+#[test]
+fn a_replica_that_was_touched_keeps_what_only_it_has() {
+    let mut random = Random::new("a touched replica of another branch");
+    let (near, far, third) = (Host::with_disk(8 * MIB, &mut random), Host::new(), Host::new());
+    [&far, &third].iter().for_each(|to| drop(near.sync(to, &[]).ok()));
+    near.write([7], &mut random);
+    near.sync(&third, &["--keep", "24h"]).ok();
+    far.run(&["promote", "--force"]).ok();
+    let newest = image::fingerprint(&third.disk).0;
+    for touched in [false, true] {
+        if touched {
+            let file = std::fs::File::options().write(true).open(&third.disk).expect("a replica");
+            file.set_modified(std::time::SystemTime::now()).expect("a time");
+        }
+        let adopted = far.sync(&third, &["--adopt"]).code(4);
+        adopted.says(&["--adopt gives up nothing that only the replica has", "has diverged"]);
+        assert_eq!(image::fingerprint(&third.disk).0, newest, "touched: {touched}");
+    }
+    far.sync(&third, &["--adopt=overwrite"]).ok();
+    equal(&far, &third);
+}

@@ -491,6 +491,23 @@ fn systemd_accepts_the_units() {
     }
 }
 
+/// What a job has started is ended by the job, which knows what is under way: a `qemu-nbd` that systemd ended beside it would take acknowledged writes along.
+#[test]
+fn a_unit_ends_what_it_has_started_by_itself() {
+    let site = Site::new();
+    let mut seen = 0;
+    for file in unit_files(&site) {
+        let text = std::fs::read_to_string(&file).expect("a unit");
+        if text.contains("Type=notify")
+            || text.lines().any(|line| line.starts_with("ExecStart=") && line.contains(" run "))
+        {
+            assert!(text.lines().any(|line| line == "KillMode=mixed"), "{}", file.display());
+            seen += 1;
+        }
+    }
+    assert!(seen >= 5, "{seen} units");
+}
+
 /// What the guide writes for a disk that is absent at times is understood by systemd, for the device that the unit waits for.
 #[test]
 fn the_guide_shortens_the_wait_for_an_absent_disk() {

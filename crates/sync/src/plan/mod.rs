@@ -219,8 +219,10 @@ pub(crate) fn refuse_foreign(
     status: &StatusReply,
     options: &SyncOptions,
 ) -> Result<(), Conflict> {
+    // What is adopted of another source is given up with that.
+    let is_given_up = options.overwrites() || options.adopt && status.replica.source != Some(facts.uuid);
     match &facts.history {
-        Knowledge::Foreign(why) if !options.adopt => Err(foreign(facts, status, why.clone())),
+        Knowledge::Foreign(why) if !is_given_up => Err(newer(foreign(facts, status, why.clone()), options)),
         _ => Ok(()),
     }
 }
@@ -855,7 +857,8 @@ mod tests {
             ("at 5; foreign --copy", "Foreign"),
             ("at 5; foreign --rolling", "Foreign"),
             ("at 5 term2; term2 foreign --compare", "Foreign"),
-            ("at 5; foreign --adopt", "compare, compared: the replica was adopted"),
+            ("at 5; foreign --adopt", "Newer"),
+            ("at 5; foreign --adopt=overwrite", "compare, compared: the replica was adopted"),
             ("at 5; gap empty", "Emptied"),
             ("at 5; gap empty --compare", "Emptied"),
             ("at 5; gap empty --copy", "Emptied"),

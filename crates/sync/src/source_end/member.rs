@@ -8,7 +8,9 @@ use source::{Handle, View};
 use crate::error::SyncError;
 use crate::options::SyncOptions;
 use crate::plan::facts::{acknowledge, bookmark, facts, moment, note_older, present};
-use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
+use crate::plan::{
+    Choice, SyncPlan, choose, cut_off, refuse_diverged, refuse_foreign, refuse_larger, refuse_other_content,
+};
 use crate::report::Summary;
 use crate::transfer::{PreparedSync, Transfer};
 use crate::wire::messages::{CommitReply, StatusReply, nonsense, text};
@@ -20,6 +22,14 @@ pub(crate) fn pick(
     name: &str,
     options: &SyncOptions,
 ) -> Result<Choice, SyncError> {
+    // That others have changed it takes nothing from what only it has.
+    if let Some(former) = status.replica.former.as_deref().filter(|_| options.adopt) {
+        let recorded = StatusReply { replica: former.clone(), ..status.clone() };
+        let known = facts(handle, &recorded, name, options)?;
+        refuse_diverged(&known, &recorded, options)?;
+        refuse_foreign(&known, &recorded, options)?;
+        refuse_other_content(&known, options)?;
+    }
     let known = facts(handle, status, name, options)?;
     note_older(handle, known.branch, status);
     let choice = choose(&known, status, options)?;
