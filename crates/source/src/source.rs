@@ -27,7 +27,7 @@ use crate::record::history::{History, KnownPosition};
 use crate::record::lives::{self, BatchNumbers};
 use crate::record::stamp::{
     COPIED, DeviceTrust, DurableTimes, FOREIGN, FileMark, ImageStamp, LastWrite, REPLACED, StampVerdict,
-    UNNAMED, UNRECORDED,
+    UNNAMED, UNRECORDED, bytes_of,
 };
 use crate::record::state::{SourceMetadata, StateDir, about_in, write_about};
 use crate::record::tally::Tally;
@@ -1208,8 +1208,12 @@ impl Source {
         let lost = lost.or_else(|| Some(FOREIGN.into()).filter(|_| has_moved));
         last.filter(|_| has_moved).map_or(Ok(()), |last| moments::note_spoiled(&*self.folder, last))?;
         // Of a disk that was resized meanwhile it has other blocks when it is opened.
-        let marked =
-            self.disk.dirty().ok().map(|dirty| dirty.count()).filter(|_| self.disk.len() == identity.size);
+        let marked = self
+            .disk
+            .dirty()
+            .ok()
+            .map(|dirty| bytes_of(&dirty, &self.disk))
+            .filter(|_| self.disk.len() == identity.size);
         // What is the same in any state is kept.
         let kept = epochs.stamp.clone();
         let proven = !epochs.spared && self.had_rested(&epochs.stamp, &identity, written);

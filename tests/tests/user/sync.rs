@@ -1038,3 +1038,34 @@ fn keeps_attributes(scene: &mut Scene, mount: &std::path::Path) {
         scene.equal();
     }
 }
+
+/// A record in blocks of another size than before is as good.
+#[test]
+fn a_record_is_kept_when_its_blocks_change_their_size() {
+    let mut random = Random::new("blocks of another size");
+    let site = Site::new();
+    let (image, replica) = (site.image("vm.raw", 16 * MIB), site.path("replica.raw"));
+    let write = |size: &str, blocks: &[u64], random: &mut Random| {
+        let server = site.serve(&[&image], &["--block-size", size]);
+        let mut client = server.client("vm");
+        for block in blocks {
+            client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        }
+        client.close().expect("the end");
+        server.stop();
+    };
+    write("64K", &[], &mut random);
+    site.sync(&image, &replica, &[]).ok();
+    for size in ["4K", "64K", "4K", "16K"] {
+        write("64K", &[1, 100, 1000], &mut random);
+        write("4K", &[2, 3, 101, 2000, 2001], &mut random);
+        write(size, &[7], &mut random);
+        let summary = site.sync(&image, &replica, &[]).ok().summary();
+        assert_eq!(
+            (&summary["method"], &summary["trust"]),
+            (&"tracked".into(), &"tracked".into()),
+            "{summary}"
+        );
+        image::assert_equal(&image, &replica);
+    }
+}

@@ -41,6 +41,7 @@
 use std::path::Path;
 
 use device::{Boot, DiskKind, Folder, Identity, Life, StateFile, WriteCounts};
+use extents::Bitmap;
 use serde::{Deserialize, Serialize};
 use trackers::TrackedDisk;
 
@@ -92,7 +93,7 @@ pub(crate) struct ImageStamp {
     /// The record was believed, or an epoch has ended since: what the count shows it to have, it has.
     #[serde(default)]
     pub proven: bool,
-    /// Blocks that the record had when it was closed: it has no checksum, because it is written through a mapping. `None` while a
+    /// Bytes of the blocks that the record had when it was closed: it has no checksum, because it is written through a mapping. `None` while a
     /// source is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub marked: Option<u64>,
@@ -259,6 +260,11 @@ impl StampVerdict {
     }
 }
 
+/// Bytes of these blocks of a disk.
+pub(crate) fn bytes_of(blocks: &Bitmap, disk: &TrackedDisk) -> u64 {
+    blocks.count() * u64::from(disk.block_size())
+}
+
 impl ImageStamp {
     pub(crate) fn read(folder: &dyn Folder) -> Result<Option<ImageStamp>, SourceError> {
         crate::record::json::read_json(folder, NAME)
@@ -289,11 +295,13 @@ impl ImageStamp {
 
     /// Why the record of a disk that was opened with it is not believed.
     pub(crate) fn damage(&self, disk: &TrackedDisk, now: &Identity) -> Result<Option<Gap>, SourceError> {
-        let marked = disk.dirty().map_err(SourceError::memory(&now.path))?.count();
-        let then = self.marked.filter(|then| self.identity.size == now.size && *then != marked);
+        let marked = bytes_of(&disk.dirty().map_err(SourceError::memory(&now.path))?, disk);
+        // More is what it may have in larger blocks than before, and misses nothing.
+        let then = self.marked.filter(|then| self.identity.size == now.size && *then > marked);
         let why = |then| {
+            let [then, now] = [then, marked].map(device::exact_size);
             format!(
-                "the record in the state directory is damaged: it had {then} changed blocks, and now has {marked}"
+                "the record in the state directory is damaged: it had {then} of changed blocks, and now has {now}"
             )
         };
         Ok(then.map(|then| why(then).into()))
