@@ -65,6 +65,8 @@ pub enum ExpectedBytes {
 }
 
 /// What this process alone knows.
+///
+/// More than fifteen fields: each is one thing that was found or done since the opening, and asked for by itself.
 #[derive(Default)]
 struct Known {
     /// What it was recorded to hold before it was adopted.
