@@ -274,6 +274,8 @@ struct Epochs {
     stamp: ImageStamp,
     /// The record that is not believed stands as it was found, until an epoch ends.
     spared: bool,
+    /// What was sent of the disk itself: of which epoch, and to a replica in which state.
+    sent: Vec<(Epoch, Uuid)>,
 }
 
 /// What a checkpoint finds of a source before it swaps the record.
@@ -658,7 +660,7 @@ impl Source {
             disk,
             direct: options.direct,
             served,
-            epochs: Mutex::new(Epochs { history, stamp, spared }),
+            epochs: Mutex::new(Epochs { history, stamp, spared, sent: Vec::new() }),
             lost: Mutex::new((lost, last)),
             mirrored: Mutex::default(),
             batches: Mutex::default(),
@@ -1093,6 +1095,7 @@ impl Source {
 
     /// What is read of an epoch is about to be sent to the replica in this state.
     pub(crate) fn sends(&self, epoch: Epoch, replica: Uuid) -> Result<(), SourceError> {
+        self.epochs().sent.push((epoch, replica));
         moments::note_sent(&*self.folder, epoch, replica, false)
     }
 
@@ -1201,12 +1204,21 @@ impl Source {
             _ => doubted.or(unrecorded),
         };
         let (last, boot, written) = (epochs.history.last(), boot.id.clone(), self.backing.counted());
+        // A count that begins here says nothing of what was read before.
+        let written =
+            written.filter(|_| self.served || !identity.is_block() || epochs.stamp.written.is_some());
         let epoch = last.map_or(0, |last| last.number);
-        let has_moved = self.has_moved(&epochs.stamp, written)
-            || self.backing.elsewhere().is_some() && !self.had_rested(&epochs.stamp, &identity, written);
+        let is_file_elsewhere = self.backing.elsewhere().is_some() && !identity.is_block();
+        let has_moved =
+            self.has_moved(&epochs.stamp, written) || is_file_elsewhere && identity != epochs.stamp.identity;
         // Of a disk that is only read, the next count begins here.
         let lost = lost.or_else(|| Some(FOREIGN.into()).filter(|_| has_moved));
         last.filter(|_| has_moved).map_or(Ok(()), |last| moments::note_spoiled(&*self.folder, last))?;
+        if lost.is_none() && self.had_rested(&epochs.stamp, &identity, written) {
+            // What was sent was of the moment, whether it has arrived or not.
+            let mut sent = epochs.sent.iter();
+            sent.try_for_each(|(epoch, replica)| moments::note_sent(&*self.folder, *epoch, *replica, true))?;
+        }
         // Of a disk that was resized meanwhile it has other blocks when it is opened.
         let marked = self
             .disk

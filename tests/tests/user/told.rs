@@ -7,7 +7,7 @@ use std::time::Duration;
 use dsync_tests::far::Far;
 use dsync_tests::guest::{self, Guest};
 use dsync_tests::image::{self, BLOCK, assert_equal, differing_blocks};
-use dsync_tests::mount::Loop;
+use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::{Output, Random, Run, Scene, Site, need, need_root, skipped, until};
 use serde_json::{Value, json};
 
@@ -325,6 +325,55 @@ fn a_moment_that_was_not_read_to_its_end_is_counted_from_by_nobody() {
         volume.file("1.list", format!("{} {BLOCK}\n", 7 * BLOCK));
         told_by(&told("s3", "s2").ok().summary(), &list);
         assert_equal(&disk, replica);
+    }
+}
+
+/// The moment of a disk that is mounted is a device of its own: what is written to the disk says nothing of it. And a transfer that was cut off leaves
+/// no doubt of what was read in order.
+#[test]
+fn the_snapshot_of_a_mounted_device_is_counted_from() {
+    let what = "the snapshot of a mounted device";
+    if !need_root(what) || !need(&["mkfs.ext4"], what) {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new(what));
+    let (disk, place) = (site.image("disk", 16 * MIB), site.path("place"));
+    Run::new("mkfs.ext4").arg("-q").arg(&disk).ok();
+    let Some(origin) = Loop::new(&disk) else { return skipped(what, "no loop device is free") };
+    let Some(_mount) = Mount::new(&[], origin.device(), &place) else {
+        return skipped(what, "it cannot be mounted here");
+    };
+    let replicas = [site.path("one.raw"), site.path("two.raw")];
+    let mut snapshot = site.path("0.snap");
+    image::random(&snapshot, 16 * MIB, &mut random);
+    for at in 0..3 {
+        let next = site.path(&format!("{}.snap", at + 1));
+        image::copy(&snapshot, &next);
+        image::scribble(&next, at * MIB, BLOCK, &mut random);
+        let device = Loop::new(&snapshot).expect("a loop device");
+        // While the disk itself is written to.
+        std::fs::write(place.join("file"), random.bytes(1 << 20)).expect("a file");
+        let named =
+            ["--as".to_owned(), format!("s{at}"), "--moment".into(), device.device().display().to_string()];
+        let list = site.path("list");
+        std::fs::write(&list, format!("{} {BLOCK}\n", at.saturating_sub(1) * MIB)).expect("a list");
+        let list = list.to_str().expect("a path").to_owned();
+        let since = ["--since".to_owned(), format!("s{}", at.saturating_sub(1)), "--changes".into(), list];
+        for (number, replica) in replicas.iter().enumerate() {
+            let sync = site.sync(origin.device(), replica, &[]).args(&named);
+            let sync = match (at, number) {
+                (0, 0) => sync,
+                // Of the same moment.
+                (0, _) => sync.args(["--since", "s0"]),
+                _ => sync.args(&since),
+            };
+            let summary = sync.ok().summary();
+            let method = if at == 0 { "copy" } else { "tracked" };
+            assert_eq!(summary["method"], method, "s{at}, replica {number}: {summary}");
+            site.dsync(["verify"]).arg(origin.device()).arg(replica).args(&named).ok();
+            assert_equal(&snapshot, replica);
+        }
+        snapshot = next;
     }
 }
 

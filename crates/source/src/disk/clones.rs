@@ -195,6 +195,8 @@ pub(crate) struct NewClone {
     /// The image just before. Of one that was written to meanwhile it has a time that the image never had: as long as the image is so, it is what
     /// the clone is.
     pub image: Identity,
+    /// The image as it was found just before.
+    looked: Identity,
     is_still: bool,
     /// What was written since the last epoch; or why that is not known.
     pub since: Result<Vec<std::ops::Range<u64>>, Gap>,
@@ -243,10 +245,10 @@ impl NewClone {
             }
             made = fill(&*state, (&dir, &name), (&image, &about.path), around)?;
         }
-        Ok(made.map_err(|error| error.to_string()).map(|Filled { file, image, is_still, waited }| {
+        Ok(made.map_err(|error| error.to_string()).map(|Filled { file, image, looked, is_still, waited }| {
             let since = since(list.first(), &file);
             let file = Arc::new(file);
-            NewClone { state, dir, name, file, image, is_still, since, waited, is_kept: false }
+            NewClone { state, dir, name, file, image, looked, is_still, since, waited, is_kept: false }
         }))
     }
 
@@ -285,7 +287,7 @@ impl NewClone {
 
     /// What a source has to know of it whose image has to be at rest.
     pub(crate) fn at_rest(&self, image: Box<dyn Backing>) -> RestingImage {
-        RestingImage { file: self.file.clone(), path: self.path(), image, was: self.image.clone() }
+        RestingImage { file: self.file.clone(), path: self.path(), image, was: self.looked.clone() }
     }
 
     /// Keeps the clone for an epoch which is about to be written to the history, or is the last one there and has none that holds: unless the
@@ -331,6 +333,7 @@ impl Drop for NewClone {
 struct Filled {
     file: File,
     image: Identity,
+    looked: Identity,
     is_still: bool,
     waited: Duration,
 }
@@ -355,12 +358,12 @@ fn fill(
         around.map_or(Ok(()), |around| around.before()).map_err(SourceError::Hook)?;
         let cloned = clone_now(state, from, &file, path);
         around.into_iter().for_each(|around| around.after(cloned.is_ok()));
-        Ok(cloned.and_then(|(image, is_still, waited)| {
+        Ok(cloned.and_then(|(image, looked, is_still, waited)| {
             // What was written between the two is in the clone.
             from.sync_all()?;
             file.sync_all()?;
             dir.sync()?;
-            Ok(Filled { file, image, is_still, waited })
+            Ok(Filled { file, image, looked, is_still, waited })
         }))
     })();
     if !matches!(filled, Ok(Ok(_))) {
@@ -369,13 +372,13 @@ fn fill(
     filled
 }
 
-/// Makes a clone. What the image was just before, whether it was that just after, and how long its writers waited.
+/// Makes a clone. What the image is taken to have been just before, and was found to be; whether it was that just after, and how long its writers waited.
 fn clone_now(
     state: &dyn Folder,
     from: &File,
     to: &File,
     path: &Path,
-) -> io::Result<(Identity, bool, Duration)> {
+) -> io::Result<(Identity, Identity, bool, Duration)> {
     let clock = Clock::system();
     let look = || device::identity_of(from, path);
     let mut image = look()?;
@@ -391,13 +394,14 @@ fn clone_now(
     // Where that cannot be written, nor can what follows.
     let _ = Rests::of_image(state).map(|rests| rests.add(waited));
     cloned?;
+    let looked = image.clone();
     let is_still = is_settled && look()? == image;
     if !is_still {
         // No older than what is recorded, and no newer than what there will be.
         let ctime_ns = image.ctime_ns + if is_settled { 1 } else { -1 };
         image = Identity { ctime_ns, size: to.metadata()?.len(), ..image };
     }
-    Ok((image, is_still, waited))
+    Ok((image, looked, is_still, waited))
 }
 
 /// Makes a disk of a clone, which is opened again by what it is.

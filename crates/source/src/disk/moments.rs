@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use delta::Epoch;
-use device::{Boot, DeviceErrorKind, Dir, Disk, DiskKind, Folder, Identity, WriteWatch};
+use device::{Boot, DeviceErrorKind, Dir, Disk, DiskKind, Folder, Identity, WriteCounts, WriteWatch};
 use extents::Extents;
 use qcow2::ImageHeader;
 use serde::{Deserialize, Serialize};
@@ -685,6 +685,9 @@ impl Backing for MomentBacking {
     }
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.shown.cached_reader()
+    }
+    fn counted(&self) -> Option<WriteCounts> {
+        self.shown.counted()
     }
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         self.shown.watch()

@@ -40,7 +40,7 @@
 
 use std::path::Path;
 
-use device::{Boot, DiskKind, Folder, Identity, Life, StateFile, WriteCounts};
+use device::{Boot, Disk, DiskKind, Folder, Identity, Life, StateFile, WriteCounts};
 use extents::Bitmap;
 use serde::{Deserialize, Serialize};
 use trackers::TrackedDisk;
@@ -262,7 +262,8 @@ impl StampVerdict {
 
 /// Bytes of these blocks of a disk.
 pub(crate) fn bytes_of(blocks: &Bitmap, disk: &TrackedDisk) -> u64 {
-    blocks.count() * u64::from(disk.block_size())
+    let size = u64::from(disk.block_size());
+    blocks.runs().map(|run| (run.end * size).min(disk.len()).saturating_sub(run.start * size)).sum()
 }
 
 impl ImageStamp {

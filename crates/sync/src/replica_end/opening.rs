@@ -53,24 +53,25 @@ pub(crate) struct OpenedDisks {
 /// Opens what is requested.
 pub(crate) type Opener<'a> = &'a dyn Fn(&Opening) -> Result<OpenedDisks, SyncError>;
 
-/// Opens the requested replicas of this host, at these paths.
+/// Opens the requested replicas of this host, at these paths. `consents`: whoever asks may give up what a source of this host has.
 pub(crate) fn open_here(
     asked: &Opening,
     paths: &[PathBuf],
     state: &dyn Site,
+    consents: bool,
 ) -> Result<OpenedDisks, SyncError> {
     match (&asked.group, &*asked.members, paths) {
         (None, [open], [path]) => {
-            Ok(OpenedDisks { members: vec![open_member(open, path, state, None)?], group: None })
+            Ok(OpenedDisks { members: vec![open_member((open, consents), path, state, None)?], group: None })
         }
         (None, ..) => Err(crate::wire::messages::nonsense("several replicas that are no group")),
-        (Some(name), members, paths) => open_group(name, members, paths, state),
+        (Some(name), members, paths) => open_group(name, (members, consents), paths, state),
     }
 }
 
 /// Opens a replica of this host, as a member of the group if one is given.
 fn open_member(
-    open: &Open,
+    (open, consents): (&Open, bool),
     path: &Path,
     state: &dyn Site,
     group: Option<replica::ReplicaMembership>,
@@ -82,7 +83,7 @@ fn open_member(
         let known = state.source(&path.to_string_lossy())?;
         complete(state, path, known, &lineage, &state.opening(open.journal_dir.as_deref()))?;
     }
-    if open.give_up.is_some() && open.keep_anyway {
+    if open.give_up.is_some() && open.keep_anyway && consents {
         complete_promotion(path, open, state)?;
     }
     if let Some(origin) = &open.origin {
@@ -108,7 +109,9 @@ fn open_member(
 /// neither a source nor a replica has no history of them.
 fn complete_promotion(path: &Path, open: &Open, state: &dyn Site) -> Result<(), SyncError> {
     let lineage = state.lineage(path, &state.opening(open.journal_dir.as_deref()))?;
-    let Some((lineage, promoted)) = lineage.and_then(|lineage| lineage.role.promoted.map(|it| (lineage, it)))
+    let origin = open.origin.as_ref().map(|origin| origin.uuid);
+    let own = lineage.filter(|lineage| lineage.source.is_some() && lineage.source == origin);
+    let Some((lineage, promoted)) = own.and_then(|lineage| lineage.role.promoted.map(|it| (lineage, it)))
     else {
         return Ok(());
     };
@@ -124,7 +127,7 @@ fn complete_promotion(path: &Path, open: &Open, state: &dyn Site) -> Result<(), 
 /// Opens the replicas of a group.
 fn open_group(
     name: &str,
-    asked: &[Open],
+    (asked, consents): (&[Open], bool),
     paths: &[PathBuf],
     state: &dyn Site,
 ) -> Result<OpenedDisks, SyncError> {
@@ -139,7 +142,8 @@ fn open_group(
                 dir.join(path.file_name().unwrap_or_default())
             }
         };
-        let member = open_member(open, path, state, Some(ReplicaMembership::of(&at, &dir, name)))?;
+        let member = ReplicaMembership::of(&at, &dir, name);
+        let member = open_member((open, consents), path, state, Some(member))?;
         if let (Opened::Primary(_, primary), None) = (&member, &open.give_up) {
             return Err(diverged((name, asked), paths, primary.term, (&dir, state)));
         }

@@ -184,7 +184,8 @@ impl Pull {
         let own = Open { source: said.source, origin: said.origin, container: said.container, ..own };
         let asked = Opening { group: None, members: vec![own] };
         let end = ReplicaEnd { sender, receiver, site: Some(state), progress, writes };
-        let told = end.converse(asked, &|asked| open_here(asked, std::slice::from_ref(&path), state))?;
+        let told =
+            end.converse(asked, &|asked| open_here(asked, std::slice::from_ref(&path), state, true))?;
         told.ok_or_else(|| nonsense("no result"))
     }
 

@@ -26,7 +26,7 @@ pub fn receive_within(link: Link, site: &dyn Site, allowed: &AllowedPaths) -> Re
             allowed.only_beside("the digest file", digests)?;
             allowed.only_beside("the file to save to,", open.saves())?;
         }
-        let opened = open_here(asked, &paths, site)?;
+        let opened = open_here(asked, &paths, site, !allowed.is_restricted())?;
         for (open, member) in asked.members.iter().zip(&opened.members) {
             if let (Opened::Primary(path, primary), true) =
                 (member, allowed.is_restricted() && open.give_up.is_some())

@@ -175,9 +175,9 @@ pub fn restored(path: &Path, lineage: &Lineage, state: &dyn Site) -> Option<Uuid
 pub(crate) fn written_since(path: &Path, uuid: Uuid, why: &str) -> SyncError {
     let path = path.display();
     SyncError::Refused(format!(
-        "{path} was restored as a replica, and is the source {uuid} of this host as well. It was written to since ({why}), which no replica has\n\
-         - to go on with it as it is, run \"dsync forget --replica {path}\", and \"dsync sync --accept-source {path} REPLICA\"\n\
-         - to restore it once more, run \"dsync sync --adopt REPLICA {path}\", which overwrites what differs"
+        "{path} was restored as a replica, and is the source {uuid} of this host as well. It was written to since ({why}), which no replica has: \
+         to go on with it as it is, run \"dsync forget --replica {path}\", and \"dsync sync --accept-source {path} REPLICA\"; \
+         to restore it once more, run \"dsync sync --adopt REPLICA {path}\", which overwrites what differs"
     ))
 }
 
