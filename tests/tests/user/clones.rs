@@ -855,14 +855,12 @@ fn a_group_of_tracked_images_is_at_rest() {
     assert_equal(&log, &replicas.join("log.raw"));
 }
 
-/// What was read of an image beside another program's writes is no moment of it. Left in a journal, and the image given back from a clone of the
+/// What was read of an image beside another program's writes is not one moment of it. Left in a journal, and the image given back from a clone of the
 /// moment, it must not be taken for that.
 #[test]
 fn what_was_read_at_rest_is_of_the_moment_that_is_gone_on_from() {
-    for kill in [false, true] {
-        let Some(mut scene) = Cloned::tracked(KINDS[0], 12 * MIB, "a group that is written to") else {
-            return;
-        };
+    for (kill, kind) in [(false, KINDS[0]), (true, KINDS[1])] {
+        let Some(mut scene) = Cloned::tracked(kind, 12 * MIB, "a group that is written to") else { return };
         let (saved, replicas) = (scene.place.join("saved"), scene.site.path("replicas"));
         let replica = replicas.join("vm.qcow2");
         std::fs::create_dir(&replicas).expect("a folder");

@@ -45,7 +45,7 @@ fn a_refused_command_leaves_no_source_behind() {
     assert_eq!(sources(&site), 1, "a known source is not forgotten by a refusal");
 }
 
-/// What is no replica any more is not shown as one that is up to date for ever.
+/// A forgotten replica is not shown as up to date for ever.
 #[test]
 fn who_forgets_a_replica_is_told_that_its_source_lists_it() {
     let site = Site::new();

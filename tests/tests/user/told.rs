@@ -319,7 +319,7 @@ fn a_moment_that_was_not_read_to_its_end_is_counted_from_by_nobody() {
         let summary = told("s2", "s1").ok().summary();
         assert_eq!(summary["method"], "compare", "{summary}");
         assert_equal(&disk, replica);
-        // A look at it is no doubt.
+        // To verify it raises no doubt.
         volume.site.dsync(["verify", "--as", "s2"]).args([&disk, replica]).ok();
         image::scribble(&disk, 7 * BLOCK, BLOCK, &mut random);
         volume.file("1.list", format!("{} {BLOCK}\n", 7 * BLOCK));

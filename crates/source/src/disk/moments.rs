@@ -8,8 +8,8 @@
 //! - **Elsewhere**: a moment may be read from another place than the source's path, as a snapshot whose device is another one each time. The
 //!   source itself may be in use then, or be on another machine. What its record and its stamp say is of no use, as they are about the disk at the
 //!   path; and after such an epoch they do not hold for that one.
-//! - **Not to its end**: what was read at the source's path while others wrote there is no moment, and a sync that has noticed that, or was killed, may
-//!   have left it in a replica's journal. A list that counts from such a moment is not believed, as the disk may have been set back to it meanwhile.
+//! - **Not to its end**: what was read at the source's path while others wrote there is not one moment, and a sync that has noticed that, or was
+//!   killed, may have left it in a replica's journal. A list that counts from such a moment is not believed, as the disk may have been set back to it meanwhile.
 //! - **Again**: a list that was taken already is taken once more, and nothing is new. It is known by the name of its moment and by its ranges: of
 //!   two moments with one name and lists of the same ranges, the second counts as the first. What was read at another place is refused, and so is
 //!   what was written to since, if no list leads to it: the name would go over to other content.
@@ -180,10 +180,11 @@ pub(crate) fn note_sent(
     has_arrived: bool,
 ) -> Result<(), SourceError> {
     change(folder, epoch, |kept| {
-        let knows = kept.sent_to.contains(&replica);
+        let is_due = !has_arrived && !kept.elsewhere;
+        let was_due = kept.sent_to.contains(&replica);
         kept.sent_to.retain(|known| *known != replica);
-        kept.sent_to.extend(Some(replica).filter(|_| !has_arrived && !kept.elsewhere));
-        knows == has_arrived
+        kept.sent_to.extend(Some(replica).filter(|_| is_due));
+        is_due != was_due
     })
 }
 

@@ -53,7 +53,7 @@ pub(crate) struct OpenedDisks {
 /// Opens what is requested.
 pub(crate) type Opener<'a> = &'a dyn Fn(&Opening) -> Result<OpenedDisks, SyncError>;
 
-/// Opens the requested replicas of this host, at these paths. `consents`: whoever asks may give up what a source of this host has.
+/// Opens the requested replicas of this host, at these paths. `consents`: the peer may give up what a source of this host has.
 pub(crate) fn open_here(
     asked: &Opening,
     paths: &[PathBuf],
