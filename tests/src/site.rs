@@ -111,6 +111,13 @@ impl Site {
         self.run("/bin/sh".as_ref()).stdin(socket).args(["-c", script, "sh"]).arg(binary()).args(args)
     }
 
+    /// The command, under `strace`, which kills it at this rename of one of its threads, counted from 1.
+    pub fn killed_at_rename<A: AsRef<OsStr>>(&self, rename: u64, args: impl IntoIterator<Item = A>) -> Run {
+        let inject = format!("inject=rename,renameat,renameat2:signal=KILL:when={rename}");
+        let strace = self.run(&crate::find("strace").expect("strace"));
+        strace.args(["-f", "-qq", "-o", "/dev/null", "-e", &inject]).arg(binary()).args(args)
+    }
+
     /// Another program, in this site's environment.
     pub fn run(&self, program: &Path) -> Run {
         let mut path = vec![binary().parent().expect("a folder").to_path_buf()];

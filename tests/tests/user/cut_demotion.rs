@@ -31,14 +31,8 @@ fn a_consent_that_is_killed_leaves_one_role() {
         let server = site.serve(&[&near], &[]);
         Disks::change(&server, &near, &mut random);
         server.stop();
-        let at = format!("inject=rename,renameat,renameat2:signal=KILL:when={}", 4 + random.below(14));
-        let strace = site.run(&find("strace").expect("strace")).args(["-f", "-o", "/dev/null", "-e", &at]);
-        let cut = strace
-            .arg(dsync_tests::site::binary())
-            .arg("sync")
-            .args([&far, &near])
-            .arg("--discard-there")
-            .output();
+        let cut = site.killed_at_rename(4 + random.below(14), ["sync", "--discard-there"]);
+        let cut = cut.args([&far, &near]).output();
         killed += u64::from(!cut.status.success());
         sync(&far, &near, &["--discard-there"]).ok();
         image::assert_equal(&near, &far);
@@ -60,29 +54,24 @@ fn a_command_that_gives_up_a_former_source_is_run_again_after_a_kill() {
     for at in 1.. {
         let site = Site::new();
         let (near, far) = (site.image("near.raw", SIZE), site.path("far.raw"));
-        site.sync(&near, &far, &[]).ok();
+        let both = site.path("both.raw");
+        [&far, &both].iter().for_each(|to| drop(site.sync(&near, to, &[]).ok()));
         site.dsync(["promote", "--force"]).arg(&far).ok();
         let server = site.serve(&[&near], &[]);
         Disks::change(&server, &near, &mut random);
         server.stop();
         let wrote = std::fs::read(&near).expect("a disk");
         site.dsync(["demote"]).arg(&near).ok();
-        let inject = format!("inject=rename,renameat,renameat2:signal=KILL:when={at}");
-        let strace =
-            site.run(&find("strace").expect("strace")).args(["-f", "-o", "/dev/null", "-e", &inject]);
         let saved = site.path("saved.delta");
         let save = ["--save-there", saved.to_str().expect("a path")];
-        let cut = strace.arg(dsync_tests::site::binary()).arg("sync").args([&far, &near]).args(save).output();
+        let cut = site.killed_at_rename(at, ["sync"]).args([&far, &near]).args(save).output();
         if !cut.status.success() {
             site.sync(&far, &near, &save).ok();
         }
         image::assert_equal(&near, &far);
-        // All of it, over what both had.
-        let both = site.path("both.raw");
-        site.sync(&far, &both, &[]).ok();
-        site.dsync(["inspect"]).arg(&saved).ok();
-        let delta = std::fs::metadata(&saved).expect("what was saved").len();
-        assert!(wrote != std::fs::read(&near).expect("a disk") && delta > 4096, "{delta}");
+        // What was saved is all of it, over what both had.
+        site.dsync(["merge"]).arg(&both).input(std::fs::read(&saved).expect("a delta")).ok();
+        assert!(std::fs::read(&both).expect("a replica") == wrote, "killed at rename {at}");
         if cut.status.success() {
             assert!(at > 10, "{at} renames");
             break;

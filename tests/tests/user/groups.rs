@@ -617,15 +617,7 @@ fn a_repair_of_a_member_that_is_killed_costs_no_common_moment() {
         };
         let were = sound(&two);
         two.damage();
-        let inject = format!("inject=rename,renameat,renameat2:signal=KILL:when={at}");
-        let strace = two.site.run(&dsync_tests::find("strace").expect("strace")).args([
-            "-f",
-            "-o",
-            "/dev/null",
-            "-e",
-            &inject,
-        ]);
-        let repair = strace.arg(dsync_tests::site::binary()).args(["verify", "--repair"]);
+        let repair = two.site.killed_at_rename(at, ["verify", "--repair"]);
         let [replica, _] = two.replicas();
         let cut = repair.args([&two.images[0], &replica]).output();
         two.change(1, 3);
