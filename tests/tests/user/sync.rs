@@ -1044,7 +1044,8 @@ fn keeps_attributes(scene: &mut Scene, mount: &std::path::Path) {
 fn a_record_is_kept_when_its_blocks_change_their_size() {
     let mut random = Random::new("blocks of another size");
     let site = Site::new();
-    let (image, replica) = (site.image("vm.raw", 16 * MIB), site.path("replica.raw"));
+    // The last block of 64K is one in part.
+    let (image, replica) = (site.image("vm.raw", 16 * MIB + 5 * BLOCK), site.path("replica.raw"));
     let write = |size: &str, blocks: &[u64], random: &mut Random| {
         let server = site.serve(&[&image], &["--block-size", size]);
         let mut client = server.client("vm");
@@ -1057,7 +1058,7 @@ fn a_record_is_kept_when_its_blocks_change_their_size() {
     write("64K", &[], &mut random);
     site.sync(&image, &replica, &[]).ok();
     for size in ["4K", "64K", "4K", "16K"] {
-        write("64K", &[1, 100, 1000], &mut random);
+        write("64K", &[1, 100, 1000, 4099], &mut random);
         write("4K", &[2, 3, 101, 2000, 2001], &mut random);
         write(size, &[7], &mut random);
         let summary = site.sync(&image, &replica, &[]).ok().summary();

@@ -328,6 +328,53 @@ fn a_moment_that_was_not_read_to_its_end_is_counted_from_by_nobody() {
     }
 }
 
+/// What was written to a snapshot while it was read is in no later list.
+#[test]
+fn a_snapshot_that_was_written_to_while_it_was_read_is_counted_from_by_nobody() {
+    let mut volume = Volume::synced("a snapshot that is written to", 12 * MIB);
+    volume.write(0..3072);
+    let list = volume.list(1);
+    let first = volume.sync_by(&list, &volume.replica, 1).args(["--bwlimit", "4M"]).start();
+    let journal = volume.site.path(".replica.raw.dsync/journal");
+    until("a part has arrived", || journal.metadata().is_ok_and(|found| found.len() > MIB));
+    let snapshot = volume.last().to_path_buf();
+    let clean = std::fs::read(&snapshot).expect("the snapshot");
+    image::scribble(&snapshot, 10 * MIB, MIB, &mut volume.random);
+    first.output(LIMIT).says(&["another program wrote"]);
+    // The next one is taken of the disk, which has nothing of that.
+    std::fs::write(&snapshot, clean).expect("the snapshot");
+    volume.write([5]);
+    let list = volume.list(2);
+    let summary = volume.sync_by(&list, &volume.replica, 2).ok().summary();
+    assert_eq!(summary["method"], "compare", "{summary}");
+    assert_equal(volume.last(), &volume.replica);
+    volume.write([6]);
+    assert_eq!(volume.sync(&volume.replica), 1);
+}
+
+/// A line that is cut leaves no doubt of a disk to which nobody wrote meanwhile.
+#[test]
+fn a_list_counts_from_a_moment_whose_transfer_was_cut_off() {
+    let volume = Volume::new("told in place over a line that is cut", 8 * MIB);
+    let (mut random, disk, far) = (Random::new("writes"), volume.last().to_path_buf(), Site::new());
+    let list = volume.file("list", format!("0 {}\n", 8 * MIB));
+    let to = format!("far:{}", volume.replica.display());
+    let sync = |options: &[&str]| {
+        let run = volume.site.dsync(["sync", "--json", "--rsh", RSH]).arg(&disk).arg(&to);
+        run.args(options).env("RSH_STATE", far.state())
+    };
+    sync(&["--as", "s0"]).ok();
+    image::scribble(&disk, 0, 8 * MIB, &mut random);
+    let list = list.to_str().expect("a path");
+    let told = |name: &str, since: &str| sync(&["--as", name, "--since", since, "--changes", list]);
+    told("s1", "s0").env("RSH_CUT", (4 * MIB).to_string()).code(1).says(&["was cut"]);
+    image::scribble(&disk, BLOCK, BLOCK, &mut random);
+    std::fs::write(list, format!("{BLOCK} {BLOCK}\n")).expect("a list");
+    let summary = told("s2", "s1").ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    assert_equal(&disk, &volume.replica);
+}
+
 /// The moment of a disk that is mounted is a device of its own: what is written to the disk says nothing of it. And a transfer that was cut off leaves
 /// no doubt of what was read in order.
 #[test]

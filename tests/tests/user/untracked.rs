@@ -99,12 +99,10 @@ fn what_others_write_to_a_device_while_it_is_read_is_not_missed() {
     if !need_root(what) {
         return;
     }
-    for (options, cut) in [
-        (&["--trust-device"][..], false),
-        (&["--trust-device"], true),
-        (&["--as", "s1", "--since", "s0", "--changes"], false),
-        (&["--as", "s1", "--since", "s0", "--changes"], true),
-    ] {
+    let trusted = &["--trust-device"][..];
+    let told = &["--as", "s1", "--since", "s0", "--changes"][..];
+    let ends = ["noticed", "interrupted", "the line is cut"];
+    for (options, end) in [trusted, told].into_iter().flat_map(|options| ends.map(|end| (options, end))) {
         let mut random = Random::new(what);
         let site = Site::new();
         let (image, replica) = (site.image("disk", 12 * MIB), site.path("replica.raw"));
@@ -114,20 +112,31 @@ fn what_others_write_to_a_device_while_it_is_read_is_not_missed() {
         let list = list.to_str().expect("a path");
         let named = options.len() > 1;
         let options: Vec<&str> = options.iter().copied().chain(named.then_some(list)).collect();
-        let sync = |options: &[&str]| site.sync(device.device(), &replica, options);
+        let far = Site::new();
+        let sync = |options: &[&str]| match end {
+            "the line is cut" => {
+                let to = format!("far:{}", replica.display());
+                let run = site.dsync(["sync", "--json", "--rsh", RSH]).arg(device.device()).arg(to);
+                run.args(options).env("RSH_STATE", far.state())
+            }
+            _ => site.sync(device.device(), &replica, options),
+        };
         let write = |at: u64, len: u64, random: &mut Random| {
             image::scribble(device.device(), at, len, random);
             Run::new("sync").arg(device.device()).ok();
         };
         sync(if named { &["--as", "s0"] } else { &[] }).ok();
         write(0, 12 * MIB, &mut random);
-        let mut first = sync(&options).args(["--bwlimit", "4M"]).start();
+        let first = sync(&options).args(["--bwlimit", "4M"]);
+        let first =
+            if end == "the line is cut" { first.env("RSH_CUT", (6 * MIB).to_string()) } else { first };
+        let mut first = first.start();
         let journal = site.path(".replica.raw.dsync/journal");
         until("a part has arrived", || journal.metadata().is_ok_and(|file| file.len() > 2 * MIB));
         // What was read already, and what was not.
         write(MIB / 2, MIB / 4, &mut random);
         write(11 * MIB, MIB / 4, &mut random);
-        if cut {
+        if end == "interrupted" {
             first.signal(rustix::process::Signal::TERM);
         }
         let first = first.output(Duration::from_secs(60));
@@ -136,9 +145,36 @@ fn what_others_write_to_a_device_while_it_is_read_is_not_missed() {
         assert!(
             std::fs::read(device.device()).expect("the device")
                 == std::fs::read(&replica).expect("a replica"),
-            "{options:?}, cut: {cut}: {first}"
+            "{options:?}, {end}: {first}"
         );
     }
+}
+
+/// What others write to a device between its opening and the cut is in no record of it.
+#[test]
+fn what_others_write_to_a_device_before_the_cut_is_not_missed() {
+    let what = "writes to a device before the cut";
+    if !need_root(what) {
+        return;
+    }
+    let mut random = Random::new(what);
+    let site = Site::new();
+    let (image, replica) = (site.image("disk", 4 * MIB), site.path("replica.raw"));
+    let Some(device) = Loop::new(&image) else { return skipped(what, "no loop device is free") };
+    image::scribble(device.device(), 0, 4 * MIB, &mut random);
+    Run::new("sync").arg(device.device()).ok();
+    let sync = |options: &[&str]| site.sync(device.device(), &replica, options);
+    sync(&[]).ok();
+    sync(&["--trust-device"]).ok();
+    let hook = format!(
+        "read begin; head -c 4096 /dev/urandom | dd of={} bs=4k seek=9 oflag=direct conv=notrunc status=none; \
+         echo ready; read cut; read end",
+        device.device().display()
+    );
+    sync(&["--trust-device", "--hook", &hook]).code(1).says(&["another program wrote"]);
+    sync(&["--trust-device"]).ok();
+    let (disk, copy) = (std::fs::read(device.device()), std::fs::read(&replica));
+    assert!(disk.expect("the device") == copy.expect("a replica"));
 }
 
 #[test]
