@@ -79,6 +79,38 @@ fn a_command_that_gives_up_a_former_source_is_run_again_after_a_kill() {
     }
 }
 
+/// A promotion that was killed is completed for the source that it is of, and for no other.
+#[test]
+fn another_source_completes_no_promotion() {
+    const WHAT: &str = "a promotion that was killed";
+    if !need(&["strace"], WHAT) {
+        return;
+    }
+    let mut random = Random::new(WHAT);
+    let mut interrupted = 0;
+    for at in 1.. {
+        let site = Site::new();
+        let (near, far) = (site.image("near.raw", SIZE), site.path("far.raw"));
+        let (other, third) = (site.image("other.raw", SIZE), site.path("third.raw"));
+        image::scribble(&other, 0, SIZE, &mut random);
+        site.sync(&near, &far, &[]).ok();
+        let cut = site.killed_at_rename(at, ["promote", "--force"]).arg(&far).output();
+        if cut.status.success() {
+            break;
+        }
+        let is_interrupted = || {
+            let read = site.sync(&far, &third, &["-n"]).output();
+            read.stderr.contains("the promotion of")
+        };
+        if is_interrupted() {
+            interrupted += 1;
+            site.sync(&other, &far, &["--discard-there"]).code(4);
+            assert!(is_interrupted(), "killed at rename {at}: it was completed");
+        }
+    }
+    assert!(interrupted > 0, "no promotion was interrupted");
+}
+
 /// The renames of a demotion, among them that of its intent, at which it is killed.
 const FIRST: u64 = 14;
 const LAST: u64 = 34;
